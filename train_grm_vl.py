@@ -666,8 +666,10 @@ def weigh_verdicts(
     encoded = {
         kind: judgements.encode_verdicts(rows.processor, words) for kind, words in verdicts.items()
     }
-    targets = [[example.target, *encoded[kind]] for example, kind in zip(examples, kinds)]
-    batch = batch.with_targets(targets)
+    responses = []
+    for k, (example, kind) in enumerate(zip(examples, kinds)):
+        responses += [(k, tokens) for tokens in (example.target, *encoded[kind])]
+    batch = batch.with_responses(responses)
     if not len(batch):
         return {}  # no image decodes
     vlm.compute_features_unless_trained(judge.model, batch)

@@ -266,19 +266,19 @@ class Batch:
         ends = torch.tensor(lengths, dtype=torch.int64).cumsum(0) - 1
         return torch.zeros_like(self.tokens, dtype=torch.bool).index_fill(0, ends, True)
 
-    def with_targets(self, targets: list[list[Tensor]]) -> "Batch":
-        """The same prompts with other samples: ``targets`` has, for each prompt, the token ids (n,) of
-        its responses. Dropped prompts get none."""
-        targets = [[] if g in self.dropped else part for g, part in enumerate(targets)]
-        counts = torch.tensor([len(part) for part in targets], dtype=torch.int64)  # (G,)
-        responses = list(itertools.chain(*targets))
+    def with_responses(self, responses: Iterable[tuple[int, Tensor]]) -> "Batch":
+        """The same prompts with other samples: the index of the prompt and the token ids (n,) of each, in
+        the order of prompts. Dropped prompts get none."""
+        responses = [(index, tokens) for index, tokens in responses if index not in self.dropped]
+        prompt_index = torch.tensor([index for index, _ in responses], dtype=torch.int64)  # (S,)
+        counts = prompt_index.bincount()  # (G,) or fewer
         names = (*FIELDS["prompt"], *FIELDS["some prompts"], "dropped")
-        tokens = torch.cat([EMPTY, *responses])
+        tokens = torch.cat([EMPTY, *(tokens for _, tokens in responses)])
         return Batch(
             **{name: getattr(self, name) for name in names},
-            prompt_index=torch.arange(len(targets)).repeat_interleave(counts),
+            prompt_index=prompt_index,
             sample_number=ragged_index(torch.zeros_like(counts), counts),
-            own_lengths=torch.tensor([len(tokens) for tokens in responses], dtype=torch.int64),
+            own_lengths=torch.tensor([len(tokens) for _, tokens in responses], dtype=torch.int64),
             tokens=tokens,
             foreign=torch.zeros_like(tokens, dtype=torch.bool),
         )

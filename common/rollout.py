@@ -96,10 +96,7 @@ def check_beginnings(beginnings: Beginnings, policy: Policy, sampling: Sampling)
 
 def with_samples(batch: Batch, results: dict[dialogue.SampleKey, dialogue.Response]) -> Batch:
     """The batch with these samples, which are in the order of (prompt, sample number)."""
-    responses: list[list[Tensor]] = [[] for _ in batch.prompts]
-    for (index, _), response in results.items():
-        responses[index].append(response.tokens)
-    batch = batch.with_targets(responses)
+    batch = batch.with_responses((index, each.tokens) for (index, _), each in results.items())
     batch.logprobs = torch.cat([torch.zeros(0), *(each.logprobs for each in results.values())])
     batch.truncated = torch.tensor([each.truncated for each in results.values()]).bool()
     batch.prompt_experts = {}

@@ -328,16 +328,8 @@ def save_weights(folder: Path, weights: dict[str, torch.Tensor]) -> None:
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def responses_by_prompt(samples) -> list[list[torch.Tensor]]:
-    """The tokens of each prompt's samples, as `with_targets` takes them."""
-    lists = [[] for _ in samples.prompts]
-    for index, tokens in responses_of(samples):
-        lists[index].append(tokens)
-    return lists
-
-
 def responses_of(samples) -> Iterator[tuple[int, torch.Tensor]]:
-    """Index of the prompt and tokens of each sample."""
+    """Index of the prompt and tokens of each sample, as `Batch.with_responses` takes them."""
     return zip(samples.prompt_index.tolist(), samples.split(samples.tokens))
 
 

@@ -684,7 +684,7 @@ def write_family(kind: str, folder: Path, picture_rows: str):
 
 def responses_to(env, counts: list[int], vocabulary: int) -> Batch:
     """``counts`` random responses to the prompts, whose image features the actor has computed."""
-    batch = take(env).with_targets(random_responses(counts, vocabulary))
+    batch = take(env).with_responses(random_responses(counts, vocabulary))
     batch.sampling = env.sampling
     with torch.no_grad():
         vlm.compute_features_unless_trained(env.actor.model, batch)

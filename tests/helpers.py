@@ -3,7 +3,6 @@
 import base64
 import dataclasses
 import io
-import itertools
 import json
 import math
 import shutil
@@ -174,7 +173,7 @@ def hand_batch(env) -> Batch:
 
     most = env.processor.config.text_config.vocab_size - 8
     ids = torch.randint(4, most, (tokens,), generator=generator).split(lengths)
-    batch = take(env).with_targets([list(ids[k : k + 4]) for k in range(0, 16, 4)])
+    batch = take(env).with_responses((k // 4, tokens) for k, tokens in enumerate(ids))
     batch.truncated = torch.zeros(16, dtype=torch.bool)
     batch.sampling = env.sampling
     batch.in_policy_loss = torch.ones(tokens, dtype=torch.bool)
@@ -480,13 +479,13 @@ COMPUTE = Compute(
 )
 
 
-def random_responses(counts: list[int], vocabulary: int) -> list[list[torch.Tensor]]:
-    """For each prompt as many random responses as ``counts`` says."""
+def random_responses(counts: list[int], vocabulary: int) -> list[tuple[int, torch.Tensor]]:
+    """For each prompt as many random responses as ``counts`` says, with its index."""
     generator = seeded(3)
     lengths = torch.randint(1, 9, (sum(counts),), generator=generator)
     tokens = torch.randint(4, vocabulary - 8, (int(lengths.sum()),), generator=generator)
-    responses = iter(tokens.split(lengths.tolist()))
-    return [list(itertools.islice(responses, count)) for count in counts]
+    indices = [index for index, count in enumerate(counts) for _ in range(count)]
+    return list(zip(indices, tokens.split(lengths.tolist())))
 
 
 def load_weights(model, folder) -> None:

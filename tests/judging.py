@@ -41,7 +41,9 @@ def answered(model: Path, rows: Path | str, responses: list[list[str]], *flags: 
     build(env, reward, env.prompts)
     batch = take(env, len(responses))
     vlm.compute_features(env.actor.model, batch)
-    batch = batch.with_targets([[tokens_of(env, text) for text in texts] for texts in responses])
+    batch = batch.with_responses(
+        (k, tokens_of(env, text)) for k, texts in enumerate(responses) for text in texts
+    )
     batch.truncated = torch.zeros(len(batch), dtype=torch.bool)
     return env, reward, batch
 

@@ -62,7 +62,7 @@ def with_prompts(batch: Batch, lengths: list[int]) -> Batch:
 def batch_of(prompts: list[int], responses: list[int]) -> Batch:
     """One response to each prompt, of so many tokens each."""
     batch = Batch(prompts_of(prompts), draws=list(range(len(prompts))), owners=[0] * len(prompts))
-    return batch.with_targets([[torch.ones(length, dtype=torch.int64)] for length in responses])
+    return batch.with_responses(enumerate(torch.ones(n, dtype=torch.int64) for n in responses))
 
 
 def pieces(samples: Batch, flat: torch.Tensor) -> list[list]:
@@ -95,18 +95,12 @@ def test_views_equal_loops(seed):
     assert samples.prompt_lengths == [1, 2, 3, 4, 5, 6]
 
 
-def test_targets_take_the_place_of_samples():
+def test_responses_take_the_place_of_samples():
     batch = random_batch(np.random.default_rng(0))
     batch.dropped = []
-    targets = [
-        [],
-        [torch.tensor([7, 8])],
-        [torch.tensor([9]), torch.zeros(0, dtype=torch.int64)],
-        [],
-        [],
-        [],
-    ]
-    asked = batch.with_targets(targets)
+    nothing = torch.zeros(0, dtype=torch.int64)
+    responses = [(1, torch.tensor([7, 8])), (2, torch.tensor([9])), (2, nothing)]
+    asked = batch.with_responses(responses)
     assert asked.prompt_index.tolist() == [1, 2, 2]
     assert asked.sample_number.tolist() == [0, 0, 1]
     assert asked.own_lengths.tolist() == [2, 1, 0]
@@ -115,9 +109,9 @@ def test_targets_take_the_place_of_samples():
     assert not len(asked.rewards)
     assert not len(asked.logprobs)
     assert not asked.components
-    assert len(batch.with_targets([[]] * 6)) == 0
+    assert len(batch.with_responses([])) == 0
     batch.dropped = [1]
-    assert batch.with_targets(targets).prompt_index.tolist() == [2, 2]
+    assert batch.with_responses(responses).prompt_index.tolist() == [2, 2]
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -257,7 +257,9 @@ def test_a_filter_of_samples_after_the_reward(run):
     for step, batch in zip(steps, batches):
         assert batch.prompt_index.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
         assert len(batch.tokens) < step["rollout/generated_tokens"]
-    whole = batches[0].with_targets([[torch.tensor([k]) for k in range(n)] for n in (5, 1, 0, 4)])
+    whole = batches[0].with_responses(
+        (index, torch.tensor([k])) for index, n in enumerate((5, 1, 0, 4)) for k in range(n)
+    )
     whole.rewards = torch.tensor([3.0, 1, 4, 1.5, 9, 7, 0, 0, 0, 1])
     extremes = script.extremes(whole, 1)
     assert list(zip(extremes.prompt_index.tolist(), extremes.sample_number.tolist())) == [
@@ -440,7 +442,7 @@ def test_samples_of_noisy_images_are_trained_on_the_clean_ones(run, qwen25, task
     number = batch.sample_number.repeat_interleave(batch.own_lengths)
     assert torch.equal(batch.foreign, number >= 2)
     assert batch.in_policy_loss.all()
-    clean = dataclasses.replace(batch.with_targets([[] for _ in batch.prompts]))
+    clean = dataclasses.replace(batch.with_responses([]))
     images = image_changes.reread_images(
         clean,
         env.actor.model,

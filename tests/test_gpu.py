@@ -194,10 +194,7 @@ def assert_float32_says_the_same(checkpoint, picture_rows, backend: str) -> None
     exact = start(checkpoint, picture_rows, "--dtype float32")
     env = start(checkpoint, picture_rows, "--dtype bfloat16 --attention", backend)
     batch = ppo.rollout(exact.actor, take(exact), exact.sampling, 5)
-    tokens = [[] for _ in batch.prompts]
-    for index, response in responses_of(batch):
-        tokens[index].append(response)
-    again = take(env).with_targets(tokens)
+    again = take(env).with_responses(responses_of(batch))
     again.sampling = batch.sampling
     vlm.compute_features(env.actor.model, again)
     assert (score(env.actor, again) - batch.logprobs).abs().mean() < explained_gap(layers_of(env))

@@ -108,8 +108,9 @@ def take(env, rows: list) -> Batch:
 
 def take_targets(env, questions: list) -> Batch:
     """The same with the targets of the questions."""
-    targets = [[example.target for example in question.examples] for question in questions]
-    return take(env, questions).with_targets(targets)
+    return take(env, questions).with_responses(
+        (k, example.target) for k, question in enumerate(questions) for example in question.examples
+    )
 
 
 def labelled(env, example, target: torch.Tensor) -> dict:
@@ -146,7 +147,7 @@ def test_labels_are_the_answer_and_its_end(env):
         assert int(example.target[-1]) == end
     # In a pack: the tokens of the targets, in order, each predicted by the token before it, the
     # first one by the header of the answer.
-    batch = take(env, examples).with_targets([[example.target] for example in examples])
+    batch = take(env, examples).with_responses(enumerate(example.target for example in examples))
     vlm.compute_features(env.judge.model, batch)
     predicted = []
     for pack in packs.of_batch(env.judge.model, batch):

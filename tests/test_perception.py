@@ -292,9 +292,8 @@ def test_gdpo_compares_parts_of_a_reward(qwen25, rows):
     by whose rewards it is grpo over the deviation in the step."""
     env = start(qwen25, rows, "--max_new_tokens 16 --stop_strings", '["a", "e", "r"]')
     texts = ["\\boxed{1}", "1", "<think>x</think>\\boxed{2}", "\\boxed{1}"]
-    batch = take(env).with_targets(
-        [[torch.tensor(env.processor.token_ids(text)) for text in texts]] * 4
-    )
+    responses = [torch.tensor(env.processor.token_ids(text)) for text in texts]
+    batch = take(env).with_responses((k, tokens) for k in range(4) for tokens in responses)
     batch.truncated = torch.zeros(len(batch)).bool()
     sources.load_rewards(with_flags(env.args, reward="boxed")).score(batch, env.processor, 0)
     assert batch.compared == ["accuracy", "format"]

@@ -131,7 +131,7 @@ def test_text_labels_are_all_text(env):
     drawn = env.text.loader.collect(
         *env.text.loader.submit([p for p, *_ in env.text.rows[:4]], [0, 1, 2, 3])
     )
-    batch = drawn.with_targets([[], [], [], [target]])
+    batch = drawn.with_responses([(3, target)])
     vlm.compute_features(env.actor.model, batch)
     (pack,) = packs.of_batch(env.actor.model, batch)
     pack = pack.label_text(env.processor.banned_mask())

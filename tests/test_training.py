@@ -863,11 +863,7 @@ def test_throughput_is_of_what_was_done(env, monkeypatch, updates, with_critic):
     told = {"rollout/generated_tokens": 123}
     if updates:
         told["train/actor_updates"] = updates
-    targets = [[] for _ in env.prompts]
-    for tokens, index in zip(env.batch.split(env.batch.tokens), env.batch.prompt_index.tolist()):
-        if index != 2:
-            targets[index].append(tokens)
-    batch = env.batch.with_targets(targets)
+    batch = env.batch.with_responses(pair for pair in responses_of(env.batch) if pair[0] != 2)
     metrics = ppo.performance(
         batch, ppo.Models(env.actor, env.critic if with_critic else None, None), told, args
     )

@@ -45,10 +45,10 @@ from common.model.vlm import Model, Wrapper, positions_of
 def with_examples(model: Model, prompts: Batch, examples: list[list[Example]]) -> Batch:
     """The prompts with their ``examples`` as samples. Answers of a conversation are the policy's own tokens,
     and what others say between them is a reply."""
-    batch = prompts.with_targets([[each.target for each in part] for part in examples])
     samples = [
         (g, each) for g, part in enumerate(examples) for each in part if g not in prompts.dropped
     ]
+    batch = prompts.with_responses((g, each.target) for g, each in samples)
     if not any(each.stream for _, each in samples):
         return batch
     streams, positions = [], []

@@ -8,6 +8,7 @@ Every rank has all responses, and all ranks together ask a model about them.
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -402,7 +403,8 @@ class JudgeModel(RewardModel):
     def verdict_logprobs(self, questions: Batch) -> Tensor:
         """(Q, V) log-prob of each verdict after each question."""
         verdicts = encode_verdicts(self.processor, self.verdicts)
-        candidates = questions.with_targets([verdicts] * len(questions.prompts))
+        numbers = range(len(questions.prompts))
+        candidates = questions.with_responses(itertools.product(numbers, verdicts))
         logprobs = logprobs_of(self.module, candidates)
         self.check_logprobs(logprobs)
         return candidates.per_sample_sum(logprobs.double()).view(-1, len(verdicts))
@@ -426,19 +428,20 @@ class ScalarModel(RewardModel):
     def ask(self, batch: Batch, answers: list[Answer]) -> Opinions:
         frame = answer_frame(self.processor)
         padding = self.processor.config.get_text_config().pad_token_id
-        prompts, targets = {}, {}  # by their number
+        prompts, endings = {}, []
         with distributed.raise_on_all_ranks(f"--reward {self.spec}: "):
             for index in dict.fromkeys(index for index, _ in answers):
                 row = batch.prompts[index]
                 prompts[index] = make_prompt(self.processor, row.messages, row.images)
+        number = {index: k for k, index in enumerate(prompts)}  # of a chat
         for index, text in answers:
             rest = framed_answer(self.processor, frame, self.without_markup(text)) + frame.after
-            target = self.processor.ids_behind(frame.head, rest).tolist()
-            while target and target[-1] == padding:
-                target.pop()
+            ending = self.processor.ids_behind(frame.head, rest).tolist()
+            while ending and ending[-1] == padding:
+                ending.pop()
             # A value is read where a token is predicted: with one token more, at the last one, too.
-            targets.setdefault(index, []).append(torch.tensor([*target, frame.end]))
+            endings.append((number[index], torch.tensor([*ending, frame.end])))
         questions = self.with_their_images(batch, list(prompts), list(prompts.values()))
-        candidates = questions.with_targets(list(targets.values()))
+        candidates = questions.with_responses(endings)
         values = values_of(self.module, candidates)[candidates.offsets[1:] - 1].double()  # (K,)
         return Opinions({"reward": values}, {"reward": 2 * self.logit_error * values.abs()})

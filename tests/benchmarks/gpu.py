@@ -362,8 +362,8 @@ def prepare_update(args, response: int) -> tuple[Trainable, Batch]:
     ppo.load_models(args, models.by_role(), ranks)
     trained = ppo.make_trainables(args, ppo.Models(models.actor, None, None))["actor"]
     responses = torch.randint(5, 100, (n,)).split(response)
-    batch = Batch(prompts, list(range(8)), [0] * 8).with_targets(
-        [list(responses[k : k + 8]) for k in range(0, 64, 8)]
+    batch = Batch(prompts, list(range(8)), [0] * 8).with_responses(
+        (k // 8, tokens) for k, tokens in enumerate(responses)
     )
     batch.sampling = ppo.sampling_of(args, rows.processor, DEVICE)
     batch.truncated, batch.in_policy_loss = (

@@ -128,9 +128,8 @@ def make_task(
     asked = buffers.Batch(rows, list(range(prompts)), [0] * prompts, patches=dict(patches))
     vlm.compute_features(actor.model, asked)
     tokens = text(prompts * samples * response_tokens)
-    batch = asked.with_targets(
-        [list(part.split(response_tokens)) for part in tokens.split(samples * response_tokens)]
-    )
+    responses = enumerate(tokens.split(response_tokens))
+    batch = asked.with_responses((k // samples, part) for k, part in responses)
     batch.advantages = torch.randn(len(tokens), generator=generator)
     batch.in_policy_loss = torch.ones(len(tokens), dtype=torch.bool)
     batch.sampling = ppo.sampling_of(args, processor, actor.model.setup.device)

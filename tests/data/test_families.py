@@ -785,8 +785,10 @@ def test_a_frozen_tower_drops_nothing(family, tmp_path):
         judge, questions = grm.load_judge(args, judge_rows, ranks), judge_rows.train[:2]
         with PromptLoader(judge_rows.processor, args) as loader:
             batch = loader.collect(*loader.submit(questions, ids))
-        batch = batch.with_targets(
-            [[example.target for example in question.examples] for question in questions]
+        batch = batch.with_responses(
+            (k, example.target)
+            for k, question in enumerate(questions)
+            for example in question.examples
         )
         metrics = grm.update(trainable(judge, args, 1e-3), batch, grm.TrainState())
         env = start(folder, family.data, "--advantage grpo --ptx_coef 1 --ptx_data", data)

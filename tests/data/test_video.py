@@ -322,9 +322,8 @@ def test_a_judge_with_a_tower_of_its_own_sees_the_clips(rows, tmp_path):
     reward = sources.load_rewards(env.args)
     build_rewards(env.args, reward, env.rows, env.actor, env.ranks)
     responses = ["3", "a <video>", "3", "square"]
-    batch = take(env, 4).with_targets(
-        [[torch.tensor(env.processor.tokenizer.encode(text))] for text in responses]
-    )
+    encode = env.processor.tokenizer.encode
+    batch = take(env, 4).with_responses(enumerate(torch.tensor(encode(text)) for text in responses))
     batch.truncated = torch.zeros(4, dtype=torch.bool)
     vlm.compute_features(env.actor.model, batch)
     reward.score(batch, env.processor, 0)

@@ -171,7 +171,7 @@ def test_peak_of_an_update(
     monkeypatch.setattr(layers.F, "rms_norm", NormOfAGPU.apply)
     env.actor.model.setup = replace(env.actor.model.setup, head_chunk=chunk)
     drawn = list(torch.randint(4, 200, (responses, 1000 // responses)))
-    batch = take(env, 1).with_targets([drawn])
+    batch = take(env, 1).with_responses((0, tokens) for tokens in drawn)
     # a CPU is slow in bfloat16
     modules = (env.actor,) if dtype == "bfloat16" else (env.actor, env.critic)
     for module in modules:
@@ -201,7 +201,7 @@ def test_inputs_per_layer_are_in_the_peak_of_an_update(tmp_path, monkeypatch):
     families.save_processor(kind, tmp_path, tokenizer)
     env = start(tmp_path, rows, "--dtype float32 --gradient_checkpointing")
     env.actor.model.setup = replace(env.actor.model.setup, head_chunk=64)
-    batch = take(env, 1).with_targets([[torch.randint(4, 200, (1000,))]])
+    batch = take(env, 1).with_responses([(0, torch.randint(4, 200, (1000,)))])
     for module in (env.actor, env.critic):
         peak, row = peak_of_an_update(env, module, batch)
         setting = UpdateSetting(row.input_ids.shape[1], 4)
@@ -224,7 +224,7 @@ def test_what_experts_keep_is_in_the_peak_of_an_update(tmp_path, monkeypatch):
     families.save_processor(kind, tmp_path, tokenizer)
     env = start(tmp_path, rows, "--dtype float32")
     env.actor.model.setup = replace(env.actor.model.setup, head_chunk=64)
-    batch = take(env, 1).with_targets([[torch.randint(4, 90, (1000,))]])
+    batch = take(env, 1).with_responses([(0, torch.randint(4, 90, (1000,)))])
     for recomputed in (0, 2, 4):
         setting = UpdateSetting(2000, recomputed)
         recompute(env.actor.model, setting)

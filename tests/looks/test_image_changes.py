@@ -160,8 +160,8 @@ def test_all_images_of_a_prompt_change_together(qwen25, tmp_path):
     def dropped(images, key):
         return [images[0], *[Image.new("RGB", image.size, "white") for image in images[1:]]]
 
-    responses = batch.split(batch.tokens)
-    expected = take(env).with_targets([responses] * 3)
+    responses = [(k, tokens) for k in range(3) for tokens in batch.split(batch.tokens)]
+    expected = take(env).with_responses(responses)
     expected.sampling = batch.sampling
     vlm.compute_features(env.actor.model, expected)
     wanted = ppo.logprobs_of(env.actor, expected).chunk(3)

@@ -176,7 +176,9 @@ def test_bytes_of_an_update_are_those_of_its_setting(wide, flags, tokens, monkey
     """The plan of a setting is within 5 % of the most bytes that are alive."""
     monkeypatch.setattr(layers.F, "rms_norm", NormOfAGPU.apply)
     env = start(wide, wide / "rows.jsonl", flags)
-    batch = take(env, 1).with_targets([[torch.randint(4, 200, (tokens,), generator=seeded(0))]])
+    batch = take(env, 1).with_responses(
+        [(0, torch.randint(4, 200, (tokens,), generator=seeded(0)))]
+    )
     _, products = recompute.can_keep(env.actor.model)
     chosen = [
         UpdateSetting(2000, 0),

@@ -15,7 +15,7 @@ import torch.nn.attention.varlen as torch_varlen
 import train_ppo_vl as ppo
 from common.model import attention, vlm
 from conftest import (
-    responses_by_prompt,
+    responses_of,
     start,
     take,
     user_error,
@@ -62,7 +62,7 @@ def env_of(folders, case: str, backend: str, *flags: str):
 def logprobs_by_sdpa(folders, case: str, batch) -> torch.Tensor:
     """(N,) of the same samples, by the reference back-end."""
     env = env_of(folders, case, "sdpa")
-    again = take(env).with_targets(responses_by_prompt(batch))
+    again = take(env).with_responses(responses_of(batch))
     again.sampling = batch.sampling
     if not env.actor.model.setup.trains_vision:
         vlm.compute_features(env.actor.model, again)

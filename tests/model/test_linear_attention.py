@@ -441,7 +441,7 @@ def test_peak_of_an_update(picture_rows, tmp_path, flags_, monkeypatch):
         part.save_pretrained(tmp_path)
     env = start(tmp_path, picture_rows, "--dtype bfloat16 --advantage grpo", *flags_)
     env.actor.model.setup = replace(env.actor.model.setup, head_chunk=64)
-    batch = take(env, 1).with_targets([[torch.randint(4, 200, (1000,))]])
+    batch = take(env, 1).with_responses([(0, torch.randint(4, 200, (1000,)))])
     peak, pack = peak_of_an_update(env, env.actor, batch)
     setting = vlm.UpdateSetting(pack.input_ids.shape[1], 4 * len(flags_))
     assert 0.92 < planned_peak(env.actor, setting) / peak < 1.05, peak

@@ -228,7 +228,7 @@ def test_the_host_waits_for_no_table_of_a_pack(qwen25, sent):
     PackedDelta(segments, CUDA)
     numbers["linear"] = len(sent)
 
-    batch = Batch([SimpleNamespace(input_ids=torch.arange(7))], [0], [0]).with_targets(
+    batch = Batch([SimpleNamespace(input_ids=torch.arange(7))], [0], [0]).with_responses(
         random_responses([2], 200)
     )
     positions = torch.arange(7).expand(3, -1)

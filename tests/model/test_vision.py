@@ -20,7 +20,7 @@ from conftest import (
     our_name,
     records,
     reproducible,
-    responses_by_prompt,
+    responses_of,
     rounding,
     start,
     take,
@@ -120,7 +120,7 @@ def test_the_reference_keeps_its_tower(env, picture_rows):
 
 def seen_by(env, batch):
     """The samples of a batch after prompts with the image features of another model."""
-    other = take(env).with_targets(responses_by_prompt(batch))
+    other = take(env).with_responses(responses_of(batch))
     other.sampling = batch.sampling
     with torch.no_grad():
         vlm.compute_features(env.actor.model, other)

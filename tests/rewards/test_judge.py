@@ -289,7 +289,9 @@ def test_questions_are_those_it_was_trained_on(qwen25, picture_rows, judges, tmp
         "with_their_images",
         lambda *arguments: asked.extend(arguments[-1]) or with_images(*arguments),
     )
-    scored = score(env, reward, batch.with_targets([[torch.tensor([40, 41])]] * len(rows)))
+    scored = score(
+        env, reward, batch.with_responses((k, torch.tensor([40, 41])) for k in range(len(rows)))
+    )
     response = env.processor.tokenizer.decode([40, 41])
     for row, prompt in zip(rows, asked, strict=True):
         (example,) = judgements.read_judgement(
@@ -1004,8 +1006,8 @@ def test_a_sequence_classification_model(qwen25, picture_rows, tmp_path, newline
     reward = sources.load_rewards(env.args)
     build(env, reward)
     answers = ["a circle", "3"], ["no idea"]
-    targets = [[tokens_of(env, text) for text in texts] for texts in answers]
-    batch = take(env, 2).with_targets(targets)
+    responses = [(k, tokens_of(env, text)) for k, texts in enumerate(answers) for text in texts]
+    batch = take(env, 2).with_responses(responses)
     scored = score(env, reward, batch)
     expected = []
     for prompt, texts in zip(env.prompts, answers):

@@ -162,9 +162,8 @@ def test_a_recorded_question_is_a_row_to_learn_from(qwen25, pairs, tmp_path):
 def test_a_response_that_was_cut_off_earns_no_answer(qwen25, picture_rows, rule, text, gains):
     """Only `exact` looks at all of the response."""
     env = start(qwen25, picture_rows, "--advantage grpo --reward", rule)
-    batch = take(env, 1).with_targets(
-        [[torch.tensor(env.processor.tokenizer.encode(text, add_special_tokens=False))] * 2]
-    )
+    tokens = torch.tensor(env.processor.tokenizer.encode(text, add_special_tokens=False))
+    batch = take(env, 1).with_responses([(0, tokens), (0, tokens)])
     batch.truncated = torch.tensor([False, True])
     sources.load_rewards(env.args).score(batch, env.processor, 0)
     assert batch.rewards.tolist() == [1, gains]
