@@ -68,7 +68,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from common import checkpoint, distributed, flags, logging
+from common import checkpoint, distributed, flags, logging, losses
 from common.buffers import Batch
 from common.data.loader import (
     PromptLoader,
@@ -673,7 +673,8 @@ def weigh_verdicts(
     if not len(batch):
         return {}  # no image decodes
     vlm.compute_features_unless_trained(judge.model, batch)
-    totals = batch.per_sample_sum(logprobs_of(judge, batch).double())  # (S,)
+    logprobs = logprobs_of(judge, batch).double()  # (N,)
+    totals = losses.sum_per_sample(logprobs, batch.own_lengths)  # (S,)
     likelihoods = {}
     for index in set(batch.prompt_index.tolist()):
         logps = totals[batch.prompt_index == index]  # of the target, and of each verdict

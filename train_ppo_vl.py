@@ -1464,7 +1464,7 @@ def minibatch_weights(batch: Batch, indices: np.ndarray, mask: Tensor, args: Arg
     """(N,) weight of every token in the loss of the minibatch of the prompts ``indices``, from the
     token counts of all ranks; 0 outside of the minibatch and where ``mask`` (N,) is false."""
     in_minibatch = torch.isin(batch.prompt_index, torch.as_tensor(indices))  # (S,)
-    lengths = batch.per_sample_sum(mask) * in_minibatch
+    lengths = losses.sum_per_sample(mask, batch.own_lengths) * in_minibatch
     per_sample = losses.token_weights(lengths, args.loss_aggregation, args.max_new_tokens)
     return per_sample.float().repeat_interleave(batch.own_lengths) * mask  # (N,)
 

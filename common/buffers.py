@@ -247,10 +247,6 @@ class Batch:
         """A flat (N,) tensor as one view per sample."""
         return list(flat.split(self.own_lengths.tolist()))
 
-    def per_sample_sum(self, flat: Tensor) -> Tensor:
-        """(N,) -> (S,)."""
-        return torch.stack([part.sum() for part in self.split(flat)])
-
     @property
     def turns(self) -> list[list[Tensor]]:
         """(S,) each sample's own tokens (n,), turn by turn; one turn without an environment."""

@@ -62,7 +62,7 @@ class AdvantageInputs:
         ends. The rest of the sample's reward falls on the sample's last token."""
         if not len(self.turn_rewards):
             return token_rewards(self.rewards, self.kl, self.lengths, self.kl_coef)
-        earned = self.per_sample(self.turn_rewards)  # (S,)
+        earned = sum_per_sample(self.turn_rewards, self.lengths)  # (S,)
         left = (self.rewards.double() - earned).to(self.rewards.dtype)
         at_turns = self.turn_rewards.to(left.dtype)
         return at_turns + token_rewards(left, self.kl, self.lengths, self.kl_coef)
@@ -70,7 +70,7 @@ class AdvantageInputs:
     @property
     def turns(self) -> Tensor:
         """(S,) number of turns."""
-        return self.per_sample(self.turn_ends.long())
+        return sum_per_sample(self.turn_ends.long(), self.lengths)
 
     @property
     def turn_lengths(self) -> Tensor:
@@ -80,11 +80,7 @@ class AdvantageInputs:
     @property
     def rewards_after_kl(self) -> Tensor:
         """(S,) rewards minus the weighted KL, summed over the tokens of the sample."""
-        return self.rewards - self.kl_coef * self.per_sample(self.kl)
-
-    def per_sample(self, per_token: Tensor) -> Tensor:
-        """(N,) -> (S,) sums."""
-        return torch.stack([part.sum() for part in per_token.split(self.lengths.tolist())])
+        return self.rewards - self.kl_coef * sum_per_sample(self.kl, self.lengths)
 
     @functools.cached_property
     def rewards_to_go(self) -> Tensor:
@@ -155,7 +151,8 @@ def turn_grpo(x: AdvantageInputs) -> AdvantagesAndReturns:
     a turn's tokens get the sum of its own and of all later ones. With two turns this is MT-GRPO with
     equal weights (Zeng et al. 2025, arXiv 2505.11821), with one grpo."""
     turns, each = x.turns, replace(x, lengths=x.turn_lengths)  # each turn as a sample
-    rewards = each.per_sample(replace(x, kl_coef=0.0).token_rewards.double())  # (T,)
+    earned = replace(x, kl_coef=0.0).token_rewards.double()  # (N,)
+    rewards = sum_per_sample(earned, each.lengths)  # (T,)
     number = torch.cat([torch.arange(count) for count in turns.tolist()])  # (T,) in its sample
     compared = x.prompt_index.repeat_interleave(turns) * len(number) + number
     to_go = rewards_to_go(standardize(rewards, compared), turns, 1.0)  # (T,)
@@ -288,6 +285,11 @@ def level(rewards: Tensor, compared: Tensor, noise: Tensor) -> Tensor:
     mean = among(x, compared, "sum") / among(torch.ones_like(x), compared, "sum")
     levelled[known] = torch.where(spread < among(noise, compared, "amax"), mean, x)
     return levelled
+
+
+def sum_per_sample(per_token: Tensor, lengths: Tensor) -> Tensor:
+    """(S,) sums of values (N,) over the tokens of each sample."""
+    return torch.stack([part.sum() for part in per_token.split(lengths.tolist())])
 
 
 def token_rewards(rewards: Tensor, kl: Tensor, lengths: Tensor, kl_coef: float) -> Tensor:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from common import buffers
+from common import buffers, losses
 from common.buffers import (
     FIELDS,
     Batch,
@@ -89,7 +89,7 @@ def test_views_equal_loops(seed):
         sum(samples.own_lengths.tolist()[:i]) for i in range(len(samples) + 1)
     ]
     assert [part.tolist() for part in samples.split(samples.logprobs)] == parts
-    assert samples.per_sample_sum(samples.tokens).tolist() == [
+    assert losses.sum_per_sample(samples.tokens, samples.own_lengths).tolist() == [
         sum(part) for part in pieces(samples, samples.tokens)
     ]
     assert samples.prompt_lengths == [1, 2, 3, 4, 5, 6]

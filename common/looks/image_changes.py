@@ -15,7 +15,7 @@ import torch
 from PIL import Image, ImageStat
 from torch import Tensor
 
-from common import distributed
+from common import distributed, losses
 from common.buffers import Batch, Conversation
 from common.data.loader import load_pixels
 from common.data.processor import Processor
@@ -147,7 +147,7 @@ def vision_gaps(policy: Policy, batch: Batch) -> Tensor:
     if not seeing.any():
         return torch.zeros(0)
     gaps = logprobs_of(policy, batch).double() - changed_logprobs(policy, batch, blank).double()
-    return batch.per_sample_sum(gaps)[seeing]
+    return losses.sum_per_sample(gaps, batch.own_lengths)[seeing]
 
 
 def changed_logprobs(policy: Policy, batch: Batch, change: Callable) -> Tensor:

@@ -407,7 +407,8 @@ class JudgeModel(RewardModel):
         candidates = questions.with_responses(itertools.product(numbers, verdicts))
         logprobs = logprobs_of(self.module, candidates)
         self.check_logprobs(logprobs)
-        return candidates.per_sample_sum(logprobs.double()).view(-1, len(verdicts))
+        sums = losses.sum_per_sample(logprobs.double(), candidates.own_lengths)
+        return sums.view(-1, len(verdicts))
 
     def check_logprobs(self, logprobs: Tensor) -> None:
         """Raises UserError. The likeliest of NaN would be the first verdict."""

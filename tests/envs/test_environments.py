@@ -599,7 +599,8 @@ def test_rollouts_with_and_without_rows_of_the_environment_are_one_batch(qwen25,
     assert parts[1].turn_rewards.any()
     joined = ppo.Batch.concatenate(parts)
     assert torch.equal(joined.turn_rewards, torch.cat([part.turn_rewards for part in parts]))
-    assert torch.equal(parts[1].per_sample_sum(parts[1].turn_rewards).float(), parts[1].rewards)
+    earned = losses.sum_per_sample(parts[1].turn_rewards, parts[1].own_lengths)
+    assert torch.equal(earned.float(), parts[1].rewards)
 
 
 def test_a_batch_knows_where_turns_end(qwen25, picture_rows):

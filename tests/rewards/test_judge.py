@@ -640,7 +640,7 @@ def test_rollouts_with_and_without_spans_are_one_batch(qwen25, picture_rows, tmp
     parts = [score(env, reward, batch.select_prompts([k])) for k in range(3)]
     joined = ppo.Batch.concatenate(parts)
     assert torch.equal(joined.turn_rewards, score(env, reward, batch).turn_rewards)
-    assert joined.per_sample_sum(joined.turn_rewards).tolist() == [
+    assert losses.sum_per_sample(joined.turn_rewards, joined.own_lengths).tolist() == [
         0.5 * (k == 1) for k in batch.prompt_index.tolist()
     ]
 
