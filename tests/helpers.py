@@ -810,7 +810,8 @@ def score_samples(source, samples, args) -> dict[str, list]:
     from common.rewards.sources import CallOfSource, RewardMix, call_source
 
     call = CallOfSource(source, [], samples, in_thread(call_source, source, samples))
-    return RewardMix([source], {}, args).finish([call], None, None)[source.name].columns
+    (scores,) = RewardMix([source], {}, args).finish([call], None, None).values()
+    return {name: column.tolist() for name, column in scores.columns.items()}
 
 
 def reward_samples(

@@ -35,10 +35,11 @@ from common.flags import LONGEST_WAIT, flag
 from common.ground.files import UserError, check_form, parse_json, read_bytes
 from common.rewards import regions
 from common.rewards.remote import Server
-from common.rewards.rules import RULES, Columns, check_reference, rule_reward
+from common.rewards.rules import RULES, check_reference, rule_reward
 from common.user_code import Function, Program, RaisedError, in_thread, load_function
 
 MEASURED = "parsed"  # a component that is no part of a reward
+ColumnTensors = dict[str, Tensor]  # "reward" and its components: (n,) float64 each
 # Of each sample: where a span ends, in characters, and what it earns.
 Spans = list[list[tuple[int, float]]]
 
@@ -102,7 +103,7 @@ class Scores(NamedTuple):
     """What a source says of n samples."""
 
     picks: list[int]  # the samples by their numbers in the batch
-    columns: dict  # (n,) each: "reward" and components
+    columns: ColumnTensors
     # a part of the rewards: sample, token of the batch, what it earns there
     at_tokens: list[tuple[int, int, float]] = []
     notes: list[str] = []  # of a judge, on each sample
@@ -304,7 +305,7 @@ def copy_rows(batch: Batch, picks: list[int], turns: list[list[str]]) -> list[di
     return rows
 
 
-def call_source(source: Source, samples: Samples) -> tuple[Columns, Spans]:
+def call_source(source: Source, samples: Samples) -> tuple[ColumnTensors, Spans]:
     """What the function of a source says of the samples. Raises UserError: a user's function raises, or
     returns other than finite numbers. What one of ours, or of a fork, raises gets the sample as a note."""
     by_name = {name: getattr(samples, name) for name in source.keywords}
@@ -322,7 +323,7 @@ def call_source(source: Source, samples: Samples) -> tuple[Columns, Spans]:
     return read_returned(source, samples, returned)
 
 
-def read_returned(source: Source, samples: Samples, returned: Any) -> tuple[Columns, Spans]:
+def read_returned(source: Source, samples: Samples, returned: Any) -> tuple[ColumnTensors, Spans]:
     """The reward of n samples under "reward", and components; and the spans, if there are some: then
     their sums are the component "spans"."""
     has_columns = isinstance(returned, dict) and returned
@@ -334,32 +335,35 @@ def read_returned(source: Source, samples: Samples, returned: Any) -> tuple[Colu
         columns["spans"] = [sum((earned for _, earned in ends), 0.0) for ends in spans]
     columns = {name: read_column(source, samples, name, columns[name]) for name in columns}
     parts = ["reward", "spans"] if "reward" in columns else columns
-    rewards = []
-    for i, values in enumerate(zip(*(columns[name] for name in parts if name in columns))):
-        earned = [value for value in values if not math.isnan(value)]
-        if not earned:
-            raise failure(source, samples, "no component applies, so there is no reward", i)
-        rewards.append(sum(earned, 0.0))
+    earned = torch.stack([columns[name] for name in parts if name in columns])  # (parts, n)
+    lacking = earned.isnan().all(dim=0).nonzero()
+    if len(lacking):
+        problem = "no component applies, so there is no reward"
+        raise failure(source, samples, problem, int(lacking[0]))
+    # part by part: `Tensor.sum` adds in an order that depends on their number
+    rewards = sum(earned.nan_to_num(0.0), torch.zeros(()))
     return columns | {"reward": rewards}, spans
 
 
-def read_column(source: Source, samples: Samples, name: str, values: Any) -> list[float]:
-    """The numbers of a column, also of numpy or torch; NaN where a component does not apply to a sample.
-    Raises UserError: there are more or fewer than samples, some are infinite, or a reward is none."""
+def read_column(source: Source, samples: Samples, name: str, values: Any) -> Tensor:
+    """(n,) float64 the numbers of a column, also of numpy or torch; NaN where a component does not apply to
+    a sample. Raises UserError: there are more or fewer than samples, some are infinite, or a reward is
+    none."""
     count, may_lack = len(samples.responses), name not in ("reward", "spans")
     if may_lack and isinstance(values, list):
         values = [math.nan if value is None else value for value in values]
     try:
-        numbers = torch.as_tensor(values, dtype=torch.float64)
+        numbers = torch.as_tensor(values, dtype=torch.float64, device="cpu").detach()
     except (TypeError, ValueError, RuntimeError, OverflowError):
         numbers = torch.empty(())
     if numbers.shape != (count,):
         problem = f"{name} must be a list of {count} numbers, got {describe_shape(values)}"
         raise failure(source, samples, problem)
-    for i, number in enumerate(numbers.tolist()):
-        if not math.isfinite(number) and not (may_lack and math.isnan(number)):
-            raise failure(source, samples, f"{name} is {number:g}, not a finite number", i)
-    return numbers.tolist()
+    wrong = (numbers.isinf() if may_lack else ~numbers.isfinite()).nonzero()
+    if len(wrong):
+        i = int(wrong[0])
+        raise failure(source, samples, f"{name} is {numbers[i]:g}, not a finite number", i)
+    return numbers
 
 
 def describe_shape(values: Any) -> str:
@@ -623,7 +627,8 @@ def score_turns(batch: Batch, used: list[int], processor: Processor) -> Scores:
     if all(accuracy is None for accuracy in accuracies):
         accuracies = [float(reward >= 1) for reward in rewards]
     columns = {"reward": rewards, "accuracy": [accuracy or 0.0 for accuracy in accuracies]}
-    return Scores(used, columns, at_tokens)
+    tensors = {name: torch.tensor(column, dtype=torch.float64) for name, column in columns.items()}
+    return Scores(used, tensors, at_tokens)
 
 
 def place_spans(
@@ -657,14 +662,14 @@ def token_that_ends(processor: Processor, tokens: Tensor, end: int) -> int:
     return places[bisect_left(range(1, len(tokens)), True, key=are_whole)]
 
 
-def join_columns(scores: list[Scores], count: int) -> dict[str, Tensor]:
-    """Columns (S,) float64, "reward" and components; NaN where nothing is said of a sample."""
+def join_columns(scores: list[Scores], count: int) -> ColumnTensors:
+    """The columns of all ``count`` samples; NaN where nothing is said of a sample."""
     nothing = torch.full((count,), math.nan, dtype=torch.float64)
     joined = {"reward": nothing.clone()}
     for part in scores:
         for name, values in part.columns.items():
             column = joined.setdefault(name, nothing.clone())
-            column[part.picks] = torch.as_tensor(values, dtype=torch.float64)
+            column[part.picks] = values
     return joined
 
 

@@ -99,7 +99,8 @@ def test_a_server_may_reward_spans(server, monkeypatch):
     monkeypatch.setattr(reward_server, "score", lambda batch: answer)
     source = load_source(server.url("exact"), RewardArgs())
     columns, read = call_source(source, reward_samples(["ab", "c"], groups=[0, 0]))
-    assert columns == {"reward": [1.75, 0.0], "spans": [0.75, 0.0]}
+    lists = {name: column.tolist() for name, column in columns.items()}
+    assert lists == {"reward": [1.75, 0.0], "spans": [0.75, 0.0]}
     assert read == [[(1, 0.5), (2, 0.25)], []]
     answer["spans"] = [[[3, 0.5]], []]
     with user_error(r"spans must be lists of \(end, reward\), with ends in the response"):

@@ -958,9 +958,8 @@ def test_all_sources_are_waited_for_at_once():
         return [1.0] * len(prompts)
 
     mix, calls = calls_of(slow, slow, slow)
-    assert [scores.columns["reward"] for scores in mix.finish(calls, None, None).values()] == [
-        [1.0] * 4
-    ] * 3
+    scored = mix.finish(calls, None, None).values()
+    assert [scores.columns["reward"].tolist() for scores in scored] == [[1.0] * 4] * 3
 
     release = threading.Event()
 
