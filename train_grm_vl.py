@@ -51,7 +51,7 @@ import sys
 import time
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # also with PYTHONSAFEPATH
@@ -284,7 +284,7 @@ class Rows:
     train_sets: list[list[ExampleGroup]]
     held_out: list[Example]
 
-    @property
+    @cached_property
     def train(self) -> list[ExampleGroup]:
         return list(itertools.chain(*self.train_sets))
 

@@ -39,7 +39,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -553,11 +553,11 @@ class Rows:
     held_out: list[Prompt]
     ptx: PtxLoss | None  # on --ptx_data
 
-    @property
+    @cached_property
     def train(self) -> list[Prompt]:
-        return [row for rows in self.train_sets for row in rows]
+        return list(itertools.chain(*self.train_sets))
 
-    @property
+    @cached_property
     def all(self) -> list[Prompt]:
         return self.train + self.held_out
 
