@@ -143,7 +143,7 @@ def main(argv: list[str] | None = None) -> logging.Metrics:
             advance(state, metrics, batch, rows, args)
             state.metrics |= performance(batch) | checkpoints.metrics()
             # logged before it is saved
-            report(log, judge, batch, state, args)
+            report(log, rows, batch, state, args)
             fsdp.check_skipped_updates(roles)
 
     log.close(state.step, last)
@@ -609,7 +609,7 @@ def judge_all(judge: Policy, rows: Rows, args: Args) -> tuple[list[dict], int]:
             batch = write_judgements(judge, prompts, args)
             dropped += len(batch.dropped)
             likelihoods = weigh_verdicts(judge, rows, examples, batch)
-            answers = sample_records(batch, rows.processor)
+            answers = sample_records(batch, rows.processor, rows.settings)
             for k, record in zip(batch.prompt_index.tolist(), answers):
                 example = examples[k]
                 target = {"target": example.text, "tokens": len(example.target)}
@@ -746,14 +746,13 @@ def performance(batch: Batch) -> logging.Metrics:
     return metrics | memory.peak()
 
 
-def report(
-    log: logging.RunLogger, judge: Policy, batch: Batch, state: TrainState, args: Args
-) -> None:
+def report(log: logging.RunLogger, rows: Rows, batch: Batch, state: TrainState, args: Args) -> None:
     """Log a step: metrics, a line on the console, the progress bar and, after some steps, the targets."""
     step, metrics = state.step, state.metrics
     log.step(step, metrics, STEP_COLUMNS)
     if log.shows_samples(step, args.steps):
-        log_samples(log, step, sample_records(batch, judge.processor), stem="step")
+        records = sample_records(batch, rows.processor, rows.settings)
+        log_samples(log, step, records, stem="step")
 
 
 def log_samples(log: logging.RunLogger, step: int, records: list[dict], stem: str) -> None:

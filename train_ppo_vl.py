@@ -165,7 +165,7 @@ def main(argv: list[str] | None = None) -> logging.Metrics:
             move_reference(step + 1, models, args)
             advance(state, batch, metrics, rows, args)
             state.metrics |= performance(batch, models, metrics, args)
-            report(log, batch, state, models.actor, checkpoints, args)  # logged before it is saved
+            report(log, batch, state, rows, checkpoints, args)  # logged before it is saved
             fsdp.check_skipped_updates(trainables)
             check_sampler(log, state, models.actor, args)
 
@@ -549,6 +549,7 @@ class Rows:
     checkpoint."""
 
     processor: Processor
+    settings: judgements.JudgeSettings  # of judgements among the rows; an export's judge.json
     train_sets: list[list[Prompt]]
     held_out: list[Prompt]
     ptx: PtxLoss | None  # on --ptx_data
@@ -581,7 +582,7 @@ def load_rows(args: Args) -> Rows:
         position = itertools.count()
         for part in train_sets:
             part[:] = [replace(row, position=next(position)) for row in part]
-        rows = Rows(processor, train_sets, list(itertools.chain(*held_out)), ptx)
+        rows = Rows(processor, settings, train_sets, list(itertools.chain(*held_out)), ptx)
         if not args.env:  # which may read any column
             asked = [[(row, row.reference) for row in part] for part in (rows.train, rows.held_out)]
             tell_shared_rows(*asked)
@@ -1720,7 +1721,7 @@ def evaluate(
                 require_same_policy(actor, batch, args)
             reward.score(batch, actor.processor, state.step)
             gaps.append(image_changes.vision_gaps(actor, batch))
-            answers = sample_records(batch, actor.processor)
+            answers = sample_records(batch, rows.processor, rows.settings)
             picks = range(len(batch))[: max(0, args.log_samples * count - len(records))]
             show_images(batch, answers, picks)
             records += answers
@@ -1761,7 +1762,8 @@ def evaluate_teacher(
         )
     answers = replace(answers, prompts=batch.prompts, features=batch.features, positions={})
     reward.score(answers, rows.processor, state.step)
-    metrics = summarise_samples(sample_records(answers, rows.processor), 1)
+    records = sample_records(answers, rows.processor, rows.settings)
+    metrics = summarise_samples(records, 1)
     columns = accuracy_columns(metrics) | {"reward": "eval/reward_mean"}
     return {f"eval/teacher_{word}": metrics[name] for word, name in columns.items()}
 
@@ -1865,7 +1867,7 @@ def report(
     log: logging.RunLogger,
     batch: Batch,
     state: TrainState,
-    actor: Policy,
+    rows: Rows,
     checkpoints: checkpoint.Checkpoints,
     args: Args,
 ) -> None:
@@ -1874,7 +1876,7 @@ def report(
     step, metrics = state.step, state.metrics
     records: list[dict] = []
     if log.shows_samples(step, args.steps):
-        records = report_samples(log, batch, step, actor, args)
+        records = report_samples(log, batch, step, rows, args)
     columns = accuracy_columns(metrics, batch.prompts) | STEP_COLUMNS
     log.step(step, metrics | checkpoints.metrics(), columns)
     if records:
@@ -1910,15 +1912,15 @@ def report(
 
 
 def report_samples(
-    log: logging.RunLogger, batch: Batch, step: int, actor: Policy, args: Args
+    log: logging.RunLogger, batch: Batch, step: int, rows: Rows, args: Args
 ) -> list[dict]:
     """Write the samples of a step; those of the first --log_samples prompts with the numbers of their
     tokens and the images that environments have shown. Returns their records, on rank 0."""
     records: list[dict] = []
     picks = first_samples(batch, args.log_samples)
     if distributed.is_main():
-        records = sample_records(batch, actor.processor)
-        add_tokens(batch, records, picks, actor.processor)
+        records = sample_records(batch, rows.processor, rows.settings)
+        add_tokens(batch, records, picks, rows.processor)
     show_images(batch, records, picks)
     # of each prompt one sample
     carded = [records[i] for i in picks[:: args.samples_per_prompt] if records]

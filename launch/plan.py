@@ -139,7 +139,8 @@ def plan_ppo_without_rows(args: ppo.Args, gpus: int) -> budget.MemoryPlan:
             "--reward grm: or rm:, --teacher_model and --ptx_data need --data in a plan"
         )
     modules = ppo.build_models(args, NOT_READ, META).by_role()
-    return ppo.plan_memory(args, modules, ppo.Rows(NOT_READ, [[longest_row(args)]], [], None), gpus)
+    rows = ppo.Rows(NOT_READ, NOT_READ, [[longest_row(args)]], [], None)
+    return ppo.plan_memory(args, modules, rows, gpus)
 
 
 def plan_grm(flags: list[str], gpus: int) -> budget.MemoryPlan:

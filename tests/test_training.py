@@ -797,7 +797,7 @@ def warnings_of(env, tmp_path, capsys, *steps: dict) -> list[str]:
         state.metrics = {"rollout/rollouts": 1, "rollout/reward": 0.125} | metrics
         rewards = torch.tensor(state.metrics.pop("rewards", [0.0] * 16))
         batch = dataclasses.replace(env.batch, rewards=rewards)
-        ppo.report(log, batch, state, env.actor, SimpleNamespace(metrics=dict), args)
+        ppo.report(log, batch, state, env.rows, SimpleNamespace(metrics=dict), args)
     log.close(5, 5)
     return re.findall("^warning: (.*)", capsys.readouterr().out, re.MULTILINE)
 

@@ -27,9 +27,9 @@ from common.rewards.judgements import JudgeSettings, group_of
 from common.rewards.regions import region_record
 
 
-def sample_records(batch: Batch, processor: Processor) -> list[dict]:
-    """One JSON-ready record per sample."""
-    settings, records = JudgeSettings.of(processor), []
+def sample_records(batch: Batch, processor: Processor, settings: JudgeSettings) -> list[dict]:
+    """One JSON-ready record per sample; ``settings`` read those that are judgements."""
+    records = []
     for i, turns in enumerate(turn_texts(batch, range(len(batch)), processor)):
         row = batch.prompts[batch.prompt_index[i]]
         text = finished_text(batch, i, turns[-1])

@@ -88,7 +88,7 @@ def test_the_judges_reward_is_what_it_says_when_asked_alone(
     assert scored.rewards[0] == scored.rewards[2]
     assert len(scored.judgements) == 6
     assert all(text.startswith("grm: ") for text in scored.judgements)
-    record = sample_records(scored, env.processor)[0]
+    record = sample_records(scored, env.processor, env.rows.settings)[0]
     assert record["judgement"] == scored.judgements[0]
     assert record["reward"] == pytest.approx(expected[0], abs=ROUNDING)
 
@@ -481,7 +481,7 @@ def test_a_recipe_weighs_sources_by_label(qwen25, picture_rows, judges, tmp_path
     assert list(scored.components)[:3] == ["exact", "length", "grm"]
     assert scored.weights.nan_to_num(0).tolist() == [[2.0, 0.5, 0.0]] * 3 + [[0.0, 0.0, 1.0]] * 3
     assert scored.components["exact/accuracy"].nan_to_num(9).tolist() == [0, 1, 0, 0, 0, 0]
-    records = sample_records(scored, env.processor)
+    records = sample_records(scored, env.processor, env.rows.settings)
     assert records[0]["components"].keys() == {"exact", "exact/accuracy", "length", "length/chars"}
     assert records[5]["components"].keys() == {"exact", "exact/accuracy", "grm"}
     assert json.dumps(records, allow_nan=False)

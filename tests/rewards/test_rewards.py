@@ -1176,9 +1176,8 @@ def test_truths_of_held_out_rows_are_checked_too():
     args = ppo.parse_args(
         words(f"--model m --data d.jsonl --reward {ROOT}/launch/reward_vision.py:count")
     )
-    rows = ppo.Rows(
-        None, [[row_of("seven")]], [row_of("7"), row_of("several", "eval.jsonl:2")], None
-    )
+    held_out = [row_of("7"), row_of("several", "eval.jsonl:2")]
+    rows = ppo.Rows(None, None, [[row_of("seven")]], held_out, None)
     with user_error(r"1 of 3 rows are bad\n  eval.jsonl:2: the answer 'several', no number"):
         ppo.check_rows(args, rows, sources.load_rewards(args), None)
 
