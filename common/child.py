@@ -271,20 +271,23 @@ def call_with(name: str, table: int, arguments: tuple) -> Any:
     return getattr(module, name)([dict(row) for row in tables[table]], *arguments)
 
 
-def check_references(name: str, references: list[str | None], rows: list[dict]) -> list[str]:
+def check_references(
+    name: str, references: list[str | None], offered: dict[str, list]
+) -> list[str]:
     """What the check of a function says of each reference answer; "" if nothing."""
-    return problems_of(getattr(module, name).check, references, rows)
+    return problems_of(getattr(module, name).check, references, offered)
 
 
 def problems_of(
-    check: Callable[..., None], references: list[str | None], rows: list[dict]
+    check: Callable[..., None], references: list[str | None], offered: dict[str, list]
 ) -> list[str]:
-    """What a check says of each reference answer; "" if nothing."""
-    takes_row = "row" in inspect.signature(check).parameters
+    """What a check says of each reference answer; "" if nothing. It gets what is ``offered`` of a row by
+    the names of its parameters."""
+    asked = [name for name in offered if name in inspect.signature(check).parameters]
     problems = []
-    for reference, row in zip(references, rows):
+    for k, reference in enumerate(references):
         try:
-            check(reference, **({"row": copy.deepcopy(row)} if takes_row else {}))
+            check(reference, **{name: copy.deepcopy(offered[name][k]) for name in asked})
             problems.append("")
         except ValueError as error:
             problems.append(str(error))

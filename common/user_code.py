@@ -270,9 +270,9 @@ class Function:
         """Its results for these values, by one request."""
         return self.ask("call_each", self.name, values)
 
-    def check(self, references: list[str | None], rows: list[dict]) -> list[str]:
+    def check(self, references: list[str | None], offered: dict[str, list]) -> list[str]:
         """What its check says of each reference answer, None of a row without one; "" if nothing."""
-        return self.program.ask("check_references", self.name, references, rows)
+        return self.program.ask("check_references", self.name, references, offered)
 
     def ask(self, *request: Any) -> Any:
         try:

@@ -653,7 +653,7 @@ def test_ctrl_c_ends_a_run_whose_program_hangs_at_the_start(tmp_path, where):
         "from common.rewards.sources import load_source\n"
         "def main():\n"
         "    threading.Timer(1, os.kill, (os.getpid(), signal.SIGINT)).start()\n"
-        f"    load_source('{tmp_path}/mine.py:score').check(['7'], [dict()])\n"
+        f"    load_source('{tmp_path}/mine.py:score').check(['7'], dict(row=[dict()]))\n"
         "process.run_main(main)\n"
     )
     assert (result.returncode, result.stderr.count("stopped by a signal")) == (75, 1)

@@ -18,6 +18,7 @@ from numpy.typing import ArrayLike
 
 from common.data.coordinates import Box, Place, Point, Regions, clip
 from common.data.rows import Prompt
+from common.ground.files import UserError
 from common.rewards.rules import (
     NOT,
     REGION,
@@ -178,13 +179,14 @@ def region_reward(rule: str, prompts, responses, *_, regions: list[Regions]) -> 
     return {name: [float(each[name]) for each in scores] for name in scores[0]}
 
 
-def problem_of(rule: str, truth: Regions | None) -> str:
-    """What a row lacks for a rule; "" if nothing."""
-    if truth is None:
-        return "no regions"
-    if rule == "box" and len(truth.boxes) != 1:
-        return f"{len(truth.boxes)} boxes in its regions, not one"
-    return "" if rule == "boxes" or truth.boxes or truth.points else "no region to point at"
+def check_regions(rule: str, reference: str | None, regions: Regions | None) -> None:
+    """Raises UserError: a row has no regions, or not those that a rule compares with."""
+    if regions is None:
+        raise UserError("no regions")
+    if rule == "box" and len(regions.boxes) != 1:
+        raise UserError(f"{len(regions.boxes)} boxes in its regions, not one")
+    if rule == "point" and not (regions.boxes or regions.points):
+        raise UserError("no region to point at")
 
 
 # --------------------------------------------------------------------------------------------------

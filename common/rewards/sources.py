@@ -123,9 +123,9 @@ class Source:
     keywords: list[str] = field(default_factory=list)  # what it gets by name, of OFFERED
     # Of no function: scores these samples of the batch. `reward_models.build` sets that of a model.
     score: Callable[[Batch, list[int], Processor], Scores] | None = None
-    # Why nothing can match each of these reference answers, of these rows; "" if something can. None: any
-    # may be right.
-    check: Callable[[list, list[dict]], list[str]] | None = None
+    # Why nothing can match each of these reference answers, of rows with these `row`, `regions` and
+    # `places`; "" if something can. None: any may be right.
+    check: Callable[[list, dict[str, list]], list[str]] | None = None
 
 
 def load_rewards(args: RewardArgs) -> "RewardMix":
@@ -182,8 +182,8 @@ def load_source(spec: str, args: RewardArgs = RewardArgs()) -> Source:
     in the prompt (of a clip a tuple); the policy sees them as `read_image` gives them. Parameters of
     the names in `OFFERED` get what these say. It may change all of them. An attribute `check` of the
     function is called with every reference answer before the first step, None of a row without one, and
-    raises ValueError for a bad one; a parameter `row` of it gets the columns. A component is None or NaN
-    where it does not apply to a sample.
+    raises ValueError for a bad one; parameters `row`, `regions` and `places` of it get those of the row.
+    A component is None or NaN where it does not apply to a sample.
     """
     kind, _, rest = spec.partition(":")
     if spec == "none":
@@ -195,7 +195,8 @@ def load_source(spec: str, args: RewardArgs = RewardArgs()) -> Source:
         return Source(spec, spec, "rule", rule, check=functools.partial(problems_of, check))
     if spec in regions.REGION_RULES:
         rule = functools.partial(regions.region_reward, spec)
-        return Source(spec, spec, "regions", rule, ["regions"])
+        check = functools.partial(problems_of, functools.partial(regions.check_regions, spec))
+        return Source(spec, spec, "regions", rule, ["regions"], check=check)
     if kind in ("grm", "rm") and rest:
         return Source(spec, kind, kind)
     if kind in ("http", "https"):
@@ -593,21 +594,22 @@ def read_floats(values: Any) -> list[float]:
 def lacks_of(source: Source, rows: list[Prompt]) -> list[str]:
     """What each row lacks for a source that compares, or what is wrong with its reference answer; "" if
     nothing. Raises UserError: the process of the check has ended."""
-    if source.kind == "regions":
-        return [regions.problem_of(source.spec, row.regions) for row in rows]
-    # a function may read another column
-    lacks = ["no reference answer" if source.kind == "rule" else ""] * len(rows)
-    answered = [
-        k for k, row in enumerate(rows) if row.reference is not None or source.kind == "function"
-    ]
-    problems = [""] * len(answered)
-    if source.check and answered:
-        references = [rows[k].reference for k in answered]
-        try:
-            problems = source.check(references, [rows[k].row for k in answered])
-        except UserError as error:
-            raise UserError(f"--reward {source.spec}: its check: {error}") from error
-    for k, problem in zip(answered, problems):
+    lacks, checked = [""] * len(rows), list(range(len(rows)))
+    if source.kind == "rule":  # others may read another column
+        lacks = ["" if row.reference is not None else "no reference answer" for row in rows]
+        checked = [k for k, lack in enumerate(lacks) if not lack]
+    if not source.check or not checked:
+        return lacks
+    offered = {
+        "row": [rows[k].row for k in checked],
+        "regions": [rows[k].regions for k in checked],
+        "places": [list(rows[k].places) for k in checked],
+    }
+    try:
+        problems = source.check([rows[k].reference for k in checked], offered)
+    except UserError as error:
+        raise UserError(f"--reward {source.spec}: its check: {error}") from error
+    for k, problem in zip(checked, problems):
         lacks[k] = problem
     return lacks
 

@@ -159,6 +159,6 @@ def test_the_format_is_thoughts_and_then_a_box(source):
 
 
 def test_an_empty_reference_is_refused(source):
-    fine, empty = source.check(["5", " "], [{}, {}])
+    fine, empty = source.check(["5", " "], {"row": [{}, {}]})
     assert fine == ""
     assert "an empty answer" in empty

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import train_ppo_vl as ppo
+from common.data.coordinates import Place, Regions
 from common.data.rows import Prompt, name_tasks
 from common.ground.process import UserError
 from common.reports.records import accuracy_columns, summarise_samples, task_metrics
@@ -1141,6 +1142,15 @@ class Score:
         check(reference)
 
 by_object = Score()
+
+def clicks(prompts, responses, references, labels, images, regions):
+    return [0.0] * len(responses)
+
+def check_clicks(reference, places, regions):
+    if regions is None or places[regions.image].file[0] < 100:
+        raise ValueError(f"no points in a wide image: {places}")
+
+clicks.check = check_clicks
 """
 
 
@@ -1170,6 +1180,22 @@ def test_the_check_of_an_object_gets_a_row_of_its_own(tmp_path):
     good, bad = (replace(row_of(text), row={"sizes": [2]}) for text in ("7", "seven"))
     assert sources.lacks_of(source, [good, bad]) == ["", "'seven' is no number"]
     assert good.row == bad.row == {"sizes": [2]}
+
+
+def test_a_check_may_ask_for_regions_and_places(tmp_path):
+    (tmp_path / "mine.py").write_text(CHECKED)
+    source = load_source(f"{tmp_path / 'mine.py'}:clicks")
+    wide, narrow = Place((200, 50), None, "1"), Place((20, 50), None, "1")
+    good, bad = (
+        replace(row_of(None), places=(None, place), regions=Regions((), ((1, 2),), (), place, 1))
+        for place in (wide, narrow)
+    )
+    lacks = sources.lacks_of(source, [good, bad, row_of("7")])
+    assert lacks == [
+        "",
+        f"no points in a wide image: [None, {narrow}]",
+        "no points in a wide image: []",
+    ]
 
 
 def test_truths_of_held_out_rows_are_checked_too():
