@@ -955,7 +955,7 @@ def keep_thoughts(reward: sources.RewardMix, checkpoints: checkpoint.Checkpoints
     began_before = bool(saved) and "thoughts" not in saved["fingerprint"]
     noted = checkpoints.fingerprint["thoughts"] = {}
     for source in reward.sources:
-        if source.kind in ("grm", "rm"):
+        if isinstance(source.score, reward_models.RewardModel):
             source.score.reads_thoughts |= began_before
             noted[source.name] = source.score.reads_thoughts
 

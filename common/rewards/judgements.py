@@ -211,7 +211,7 @@ class JudgeSettings:
         rows = [row for row in rows if row.label in KINDS]
         if rows and self.thoughts is None:
             self.thoughts = self.reads_thoughts or any(map(has_thoughts, rows))
-        trained = {(row.label, row.reference or "") for row in rows}
+        trained = {(row.label or "", row.reference or "") for row in rows}
         scores = sorted({verdict for kind, verdict in trained if kind == "score"}, key=float)
         if len(scores) > MAX_SCORES:
             raise UserError(

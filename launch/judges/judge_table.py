@@ -233,7 +233,7 @@ def difference(runs: list[Path], groups: Groups, others: Groups) -> Column:
 
 def accuracy(units: list[Unit]) -> float:
     """The first one."""
-    hits, total = sum(unit.counts[FIRST] for unit in units)
+    hits, total = np.sum([unit.counts[FIRST] for unit in units], axis=0)
     return float(hits / total)
 
 
