@@ -129,7 +129,7 @@ def main(argv: list[str] | None = None) -> logging.Metrics:
                 evaluate(judge, rows, state, log, args)
             rows.note_evaluation(log.newest_evaluation())
             checkpoints.save_if_best(step, log.best_evaluation(args.keep_best))
-            checkpoints.export_if_due(step, last, {"export": trained}, rows.processor)
+            checkpoints.export_if_due(step, last, {"export": trained}, rows.save_files)
             # a signal may have come meanwhile
             if step == last or args.eval_only or checkpoints.saved_to_stop(step, last):
                 break
@@ -291,7 +291,10 @@ class Rows:
     def note_evaluation(self, metrics: logging.Metrics) -> None:
         """Let exports say how often the judge gives a pair the same verdict in both orders."""
         self.settings.position_consistency = metrics.get("eval/position_consistency")
-        self.settings.write_to(self.processor)
+
+    def save_files(self, folder: Path) -> None:
+        """Write the files of an export beside its weights and config.json."""
+        self.processor.save(folder, vars(self.settings))
 
 
 def load_rows(args: Args) -> Rows:
@@ -308,7 +311,6 @@ def load_rows(args: Args) -> Rows:
         loaded = load_examples(args.data, args, processor, settings)
         held_out = load_examples(args.eval_data, args, processor, settings)
         settings.note_training(example.prompt for examples in loaded for example in examples)
-        settings.write_to(processor)
         train, held_out = (
             list(itertools.chain(*map(last_answers, sets))) for sets in (loaded, held_out)
         )

@@ -149,7 +149,7 @@ def main(argv: list[str] | None = None) -> logging.Metrics:
                 metrics |= evaluate_teacher(models.teacher, reward, rows, sampling, state, args)
                 report_evaluation(log, metrics, records, state)
             checkpoints.save_if_best(step, log.best_evaluation(args.keep_best))
-            checkpoints.export_if_due(step, last, exports, rows.processor)
+            checkpoints.export_if_due(step, last, exports, rows.save_files)
             # a signal may have come meanwhile
             if step == last or args.eval_only or checkpoints.saved_to_stop(step, last):
                 break
@@ -549,7 +549,8 @@ class Rows:
     checkpoint."""
 
     processor: Processor
-    settings: judgements.JudgeSettings  # of judgements among the rows; an export's judge.json
+    # an export's judge.json; None: the rows are no judgements
+    settings: judgements.JudgeSettings | None
     train_sets: list[list[Prompt]]
     held_out: list[Prompt]
     ptx: PtxLoss | None  # on --ptx_data
@@ -561,6 +562,10 @@ class Rows:
     @cached_property
     def all(self) -> list[Prompt]:
         return self.train + self.held_out
+
+    def save_files(self, folder: Path) -> None:
+        """Write the files of an export beside its weights and config.json."""
+        self.processor.save(folder, vars(self.settings) if self.settings else {})
 
 
 def load_rows(args: Args) -> Rows:
@@ -577,12 +582,12 @@ def load_rows(args: Args) -> Rows:
         held_out = load_files(args.eval_data, args, processor, settings)
         if args.row_kind == "judgements":
             settings.note_training(row for rows in train_sets for row in rows)
-            settings.write_to(processor)
         ptx = load_ptx(args, processor)
         position = itertools.count()
         for part in train_sets:
             part[:] = [replace(row, position=next(position)) for row in part]
-        rows = Rows(processor, settings, train_sets, list(itertools.chain(*held_out)), ptx)
+        judge = settings if args.row_kind == "judgements" else None
+        rows = Rows(processor, judge, train_sets, list(itertools.chain(*held_out)), ptx)
         if not args.env:  # which may read any column
             asked = [[(row, row.reference) for row in part] for part in (rows.train, rows.held_out)]
             tell_shared_rows(*asked)

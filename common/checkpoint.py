@@ -23,7 +23,7 @@ import re
 import shutil
 import socket
 import time
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
@@ -42,7 +42,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from common import ROOT, VERSION
-from common.data.processor import Processor
 from common.data.rows import Prompt
 from common.distributed import (
     from_main,
@@ -1001,22 +1000,22 @@ class Checkpoints:
     # ---------------------------------------------------------------------------------------------
 
     def export_if_due(
-        self, step: int, last: int, exports: dict[str, Trainable], processor: Processor
+        self, step: int, last: int, exports: dict[str, Trainable], save: Callable[[Path], None]
     ) -> None:
         """Write models to <out>/NAME/step-N if --export_every says so, or if they are the best so far, by
-        their names there, and averages of their weights to <out>/NAME_ema/step-N. Raises UserError if
-        the last export fails; earlier ones only warn."""
+        their names there, and averages of their weights to <out>/NAME_ema/step-N; ``save`` writes the files
+        beside the weights. Raises UserError if the last export fails; earlier ones only warn."""
         is_due = due(step, self.args.export_every, last)
         if self.args.eval_only or not (is_due or step == self.best):
             return
         for name, trained in exports.items():
             folder = self.args.out / name / f"step-{step}"
-            problem = weights.export(trained.module, processor, folder)
+            problem = weights.export(trained.module, save, folder)
             if trained.ema_beta and not problem:
                 self.name_best(folder, last)
                 folder = self.args.out / f"{name}_ema" / f"step-{step}"
                 with trained.averaged():
-                    problem = weights.export(trained.module, processor, folder)
+                    problem = weights.export(trained.module, save, folder)
             if not problem:
                 self.name_best(folder, last)
                 continue

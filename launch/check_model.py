@@ -98,7 +98,7 @@ def compare(chat: Chat, data: str, scratch: Path) -> Iterator[tuple[str, float, 
     others = [chat.generate(prompt, TOKENS).tolist() != ours.tolist() for prompt, ours in pairs]
     yield "greedy samples", sum(others) / count, ties
 
-    problem = weights.export(actor, processor, scratch / "export")
+    problem = weights.export(actor, processor.save, scratch / "export")
     if problem:
         raise UserError(problem)
     again = Chat(str(scratch / "export"), chat.model.device).model.state_dict()

@@ -269,10 +269,9 @@ def test_the_options_of_the_template_are_a_part_of_judge_json(qwen25, task, tmp_
     tokenizer.save_pretrained(folder)
     env = start(folder, task, tmp_path / "run", "--template_options", '{"think": true}')
     assert all(example.prompt.text.endswith("<think>\n") for example in env.held_out)
-    judge = env.processor.files["judge"]
-    assert judge["template_options"] == {"think": True}
-    env.processor.save(tmp_path / "saved")
+    env.rows.save_files(tmp_path / "saved")
     shutil.copy(tmp_path / "saved" / "judge.json", folder)
+    judge = vars(env.rows.settings) | {"template_options": {"think": True}}
     assert read_json(folder / "judge.json") == judge
     for options, ending in (("", "assistant\n<think>\n"), ("{}", "assistant\n")):
         again = grm.load_rows(
@@ -716,7 +715,7 @@ def test_templates_of_a_file(qwen25, task, tmp_path):
     templates = {"correct": "{prompt} {response}", "answers": "{response_b} {response_a} {prompt}"}
     write_json(tmp_path / "templates.json", templates)
     env = start(qwen25, task, tmp_path, "--templates", tmp_path / "templates.json")
-    asked = env.processor.files["judge"]["templates"]
+    asked = env.rows.settings.templates
     assert {kind: asked[kind] for kind in templates} == templates
     assert asked["score"] == judgements.KINDS["score"].template
     in_one_word = '{"correct":"{prompt}.{response}"}'  # no name of a file

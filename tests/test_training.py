@@ -1111,7 +1111,7 @@ def test_export_is_the_trained_actor(any_checkpoint, picture_rows, tmp_path):
     trained = score(env.actor, samples)
     assert (trained - samples.logprobs).abs().max() > 0.01
     exported = tmp_path / "hf"
-    vlm_weights.export(env.actor, env.processor, exported)
+    vlm_weights.export(env.actor, env.processor.save, exported)
 
     source, written = tensors(any_checkpoint), tensors(exported)
     assert written.keys() == source.keys()
@@ -1155,7 +1155,7 @@ def test_export_keeps_the_checkpoints_dtype(tmp_path, picture_rows):
     }
     # the second one over the first
     for _ in range(2):
-        assert vlm_weights.export(env.actor, env.processor, tmp_path / "hf") is None
+        assert vlm_weights.export(env.actor, env.processor.save, tmp_path / "hf") is None
         assert same_tensors(tensors(source), tensors(tmp_path / "hf"))
         assert AutoModelForImageTextToText.from_pretrained(tmp_path / "hf").dtype == dtype
     start(tmp_path / "hf", picture_rows, "--advantage grpo --kl_coef 0.1 --reference_model", source)

@@ -280,13 +280,14 @@ class Processor:
             counts += repeats
         return "".join(pieces), counts
 
-    def save(self, folder: str | Path) -> None:
+    def save(self, folder: str | Path, judge: dict = {}) -> None:
         """Write the files of the checkpoint besides its weights and config.json into a folder: byte for
-        byte as they were, except settings that flags, the template or training have changed, and a
-        tokenizer's pattern that was mended."""
+        byte as they were, except settings that flags or the template have changed, those of ``judge`` in
+        judge.json, and a tokenizer's pattern that was mended."""
         copy_files(Path(self.folder), Path(folder))
         write_word_pattern(self.tokenizer, Path(folder))
-        for name, settings in self.files.items():
+        files = self.files | {"judge": self.files["judge"] | judge}
+        for name, settings in files.items():
             path = Path(folder, f"{name}.json")
             is_new = settings != (read_json(path) if path.exists() else {})
             if is_new and (name != "judge" or settings.get("verdicts")):

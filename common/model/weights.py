@@ -14,7 +14,7 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -34,7 +34,6 @@ from transformers.utils import logging
 
 from common import VERSION, distributed
 from common.data.folder import SMALL_FILES, advice_on_missing, read_model_config
-from common.data.processor import Processor
 from common.ground.files import (
     UserError,
     follow_pointer,
@@ -381,10 +380,11 @@ def check_weights(folder: Path, wanted: Tensors, weights: Tensors, unread: set[s
 
 
 @torch.no_grad()
-def export(module: Wrapper, processor: Processor, folder: Path) -> str | None:
+def export(module: Wrapper, save: Callable[[Path], None], folder: Path) -> str | None:
     """Write a Hugging Face folder that `from_pretrained` loads: the files that the checkpoint came with,
-    in which what was trained has its new values, in the same types. Complete or absent: written next
-    to its place and renamed. All ranks must call.
+    in which what was trained has its new values, in the same types; ``save`` writes those beside the
+    weights and config.json. Complete or absent: written next to its place and renamed. All ranks must
+    call.
 
     LoRA adapters are merged, in float32, cast once, and stand in `adapter/` as well, as PEFT loads
     them. Returns on every rank why the folder could not be written, or None.
@@ -396,7 +396,7 @@ def export(module: Wrapper, processor: Processor, folder: Path) -> str | None:
             shutil.rmtree(aside, ignore_errors=True)
             aside.mkdir(parents=True)
             write_weights(aside, module.model, trained)
-            processor.save(aside)
+            save(aside)
             (aside / "export.json").write_text(json.dumps({"version": VERSION}) + "\n")
             came = module.model.setup.folder / "config.json"
             config = shutil.copyfile(came, aside / "config.json")

@@ -27,13 +27,15 @@ from common.rewards.judgements import JudgeSettings, group_of
 from common.rewards.regions import region_record
 
 
-def sample_records(batch: Batch, processor: Processor, settings: JudgeSettings) -> list[dict]:
-    """One JSON-ready record per sample; ``settings`` read those that are judgements."""
+def sample_records(
+    batch: Batch, processor: Processor, settings: JudgeSettings | None
+) -> list[dict]:
+    """One JSON-ready record per sample; ``settings`` read those that are judgements, if there are some."""
     records = []
     for i, turns in enumerate(turn_texts(batch, range(len(batch)), processor)):
         row = batch.prompts[batch.prompt_index[i]]
         text = finished_text(batch, i, turns[-1])
-        judgement = judgement_record(row, text, settings) if row.order else {}
+        judgement = judgement_record(row, text, settings) if settings and row.order else {}
         regions = region_record(row, text)
         records.append(sample_record(batch, i, row, turns) | judgement | regions)
     return records

@@ -220,10 +220,6 @@ class JudgeSettings:
         kinds = sorted({kind for kind, _ in trained})
         self.verdicts = self.verdicts | {kind: KINDS[kind].verdicts or scores for kind in kinds}
 
-    def write_to(self, processor: Processor) -> None:
-        """Let exports hold these settings."""
-        processor.files["judge"] = processor.files["judge"] | dataclasses.asdict(self)
-
     def question(self, kind: str, responses: list[str], **columns: str) -> str:
         """A question about one response, or about two. An <answer> in a response becomes [answer], as a
         judge that quotes it would give a verdict."""

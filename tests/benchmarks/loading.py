@@ -122,7 +122,7 @@ def main() -> None:
     )
     if not settings.load:
         with Measured("export"):
-            problem = weights.export(env.actor, env.processor, settings.folder / "export")
+            problem = weights.export(env.actor, env.processor.save, settings.folder / "export")
         assert problem is None, problem
 
 

@@ -476,9 +476,7 @@ def test_a_folder_is_saved_byte_for_byte(tmp_path, flags):
     config["extra_special_tokens"] = {}  # of transformers 4
     (source / "tokenizer_config.json").write_text(json.dumps(config))
     processor = Processor(source, DataArgs(**flags))
-    if flags:
-        processor.files["judge"]["verdicts"] = {"score": []}
-    processor.save(target)
+    processor.save(target, {"verdicts": {"score": []}} if flags else {})
     copies = {path.relative_to(target) for path in target.rglob("*") if path.is_file()}
     names = {path.relative_to(source) for path in source.rglob("*") if path.is_file()}
     judge = {Path("judge.json")} if flags else set()

@@ -933,7 +933,7 @@ def test_square_matrices_of_experts_come_back_as_they_were(tmp_path, picture_row
     model.save_pretrained(tmp_path)
     save_processor("qwen3_vl_moe", tmp_path, make_tokenizer("qwen3_vl_moe"))
     env = start(tmp_path, picture_rows)
-    vlm_weights.export(env.actor, env.processor, tmp_path / "export")
+    vlm_weights.export(env.actor, env.processor.save, tmp_path / "export")
     again = type(model).from_pretrained(tmp_path / "export").state_dict()
     for name, weight in model.state_dict().items():
         assert torch.equal(weight, again[name]), name

@@ -133,7 +133,7 @@ def test_buffers_in_the_files_are_loaded_and_exported(tmp_path, picture_rows, mo
     read = [layer.layer_scalar.item() for layer in vlm.decoder(env.actor.model).layers]
     assert read == [0.5, 1.5]
     export.parent.mkdir()
-    assert vlm_weights.export(env.actor, env.processor, export) is None
+    assert vlm_weights.export(env.actor, env.processor.save, export) is None
     exported = load_file(export / "model.safetensors")
     assert exported.keys() == {*weights, *scalars}
     assert all(torch.equal(exported[name], scalars[name]) for name in scalars)

@@ -73,7 +73,7 @@ def test_an_export_holds_the_files_values(qwen25, picture_rows, tmp_path):
                 assert layer.weight.dtype == torch.bfloat16
                 layer.lora_B.to_local().normal_(std=0.2, generator=seeded(1))
                 added[name] = 3 * layer.lora_B.full_tensor() @ layer.lora_A.full_tensor()
-    weights.export(env.actor, env.processor, tmp_path / "hf")
+    weights.export(env.actor, env.processor.save, tmp_path / "hf")
     exported = tensors(tmp_path / "hf")
     moved = changed(values, exported)
     assert len(moved) == len(added) > 0
