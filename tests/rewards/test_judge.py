@@ -897,11 +897,9 @@ def test_a_judge_reads_thoughts_if_it_was_trained_with_them(saved, responses, re
 @pytest.mark.parametrize("before, reads", [(None, False), ({}, True), ({"thoughts": {}}, False)])
 def test_runs_that_began_before_judges_were_asked_without_thoughts_go_on(before, reads):
     """What reward models are shown is a part of a run's identity."""
-    model = SimpleNamespace(reads_thoughts=False)
-    listed = [
-        SimpleNamespace(kind="rm", name="rm", score=model),
-        SimpleNamespace(kind="rule", name="exact"),
-    ]
+    model = object.__new__(reward_models.RewardModel)
+    model.reads_thoughts = False
+    listed = [SimpleNamespace(name="rm", score=model), SimpleNamespace(name="exact", score=None)]
     life = SimpleNamespace(saved={} if before is None else {"fingerprint": before}, fingerprint={})
     ppo.keep_thoughts(SimpleNamespace(sources=listed), life)
     assert model.reads_thoughts is reads
