@@ -81,7 +81,7 @@ from common.data.overlap import tell_shared_rows
 from common.data.processor import Processor
 from common.data.rows import Example, Prompt, media_parts
 from common.flags import flag
-from common.ground import process
+from common.ground import process, toy
 from common.ground.files import parse_json, read_text
 from common.ground.process import UserError
 from common.memory import budget, memory
@@ -298,11 +298,12 @@ class Rows:
 
 
 def load_rows(args: Args) -> Rows:
-    """Read the checkpoint's processor and all rows.
+    """Read the checkpoint's processor and all rows; those of the embedded toy may have to be written first.
 
     Raises:
         UserError: on every rank; bad checkpoint files, templates or rows, with file and line.
     """
+    distributed.once_per_machine(toy.write_if_missing, args.model)
     with distributed.raise_on_all_ranks():
         processor = Processor(weights.resolve_folder(args.model, weights=False), args)
         processor.check_options()

@@ -74,7 +74,7 @@ from common.data.processor import Processor, answer_frame
 from common.data.rows import Prompt, RowArgs, count_rows, load_prompts, name_tasks, parse_columns
 from common.envs import environments
 from common.flags import flag
-from common.ground import process
+from common.ground import process, toy
 from common.ground.files import check_form
 from common.ground.process import UserError
 from common.looks import further_losses, image_changes
@@ -569,11 +569,12 @@ class Rows:
 
 
 def load_rows(args: Args) -> Rows:
-    """Read the checkpoint's processor and all rows.
+    """Read the checkpoint's processor and all rows; those of the embedded toy may have to be written first.
 
     Raises:
         UserError: on every rank; bad checkpoint files, or bad rows, with file and line.
     """
+    distributed.once_per_machine(toy.write_if_missing, args.model)
     with distributed.raise_on_all_ranks():
         processor = Processor(weights.resolve_folder(args.model, weights=False), args)
         processor.check_options()

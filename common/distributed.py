@@ -27,12 +27,25 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from common.ground.files import say
-from common.ground.process import EXIT_USER_ERROR, STOP_SIGNALS, Exit, UserError, end_with_others
+from common.ground.process import (
+    EXIT_USER_ERROR,
+    STOP_SIGNALS,
+    Exit,
+    UserError,
+    end_with_others,
+    watch_signals,
+)
 
 # torch 2.13 renamed both
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 PATIENCE = 15  # seconds of waiting for other ranks before a line says so
+# what srun and mpirun tell a process: how many of it were started, and which one it is
+STARTED_TOGETHER = {
+    "SLURM_STEP_NUM_TASKS": "SLURM_PROCID",
+    "OMPI_COMM_WORLD_SIZE": "OMPI_COMM_WORLD_RANK",
+    "PMI_SIZE": "PMI_RANK",
+}
 ONE_PROCESS = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 
 
@@ -99,38 +112,39 @@ def start(
         Exit: not all ranks came in time, or this process is none of them.
     """
     world = expected_ranks()
-    device = choose_device()
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    if local % rollout_shards:  # a team would span machines
-        raise UserError(
-            f"--rollout_shards {rollout_shards} must divide the ranks of a machine, {local}"
-        )
+    device, no_device = attempt(choose_device)
     shape, names = (world,), ("shards",)
     if hsdp:
         if world % hsdp:
             raise UserError(f"--hsdp {hsdp} must divide the number of ranks, {world}")
         shape, names = (world // hsdp, hsdp), ("copies", "shards")
     if not dist.is_initialized():
-        gpu = device.type == "cuda"
+        watch_signals()
+        gpu = device is not None and device.type == "cuda"
         with waiting_for_ranks(world, timeout):
             dist.init_process_group(
-                "cpu:gloo,cuda:nccl" if gpu else "gloo",
-                timeout=timedelta(seconds=timeout),
-                # NCCL connects now. Not with several groups: torch would then make them by splitting
-                # the communicators of both back-ends, which not every version can.
-                device_id=device if gpu and not hsdp and rollout_shards == 1 else None,
+                "cpu:gloo,cuda:nccl" if gpu else "gloo", timeout=timedelta(seconds=timeout)
             )
         end_with_others()
     with raise_on_all_ranks():
-        if problem:
-            raise problem
+        if problem or no_device:
+            raise problem or no_device
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        if local % rollout_shards:  # a team would span machines
+            raise UserError(
+                f"--rollout_shards {rollout_shards} must divide the ranks of a machine, {local}"
+            )
+    if device.type == "cuda":
+        dist.all_reduce(torch.zeros(1, device=device))  # NCCL connects now
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
     return Ranks(world, device, mesh, join_team(rollout_shards, timeout))
 
 
 def expected_ranks() -> int:
     """The number of ranks by the environment, in which variables that are empty or missing are those of
-    one process; one that is alone has nobody to meet at MASTER_ADDR. Raises Exit: RANK is none of them."""
+    one process; one that is alone has nobody to meet at MASTER_ADDR. Raises Exit: RANK is none of them, or
+    is missing where srun or mpirun has started several processes."""
+    refuse_lone_tasks()
     of_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
     alone = os.environ.get("WORLD_SIZE") in (None, "", "1") and not of_torchrun
     for name, value in ONE_PROCESS.items():
@@ -145,6 +159,24 @@ def expected_ranks() -> int:
         )
         raise Exit(EXIT_USER_ERROR)
     return world
+
+
+def refuse_lone_tasks() -> None:
+    """Raises Exit: srun or mpirun has started several of this process without torchrun, each of which would
+    be a run of its own."""
+    for name, number in STARTED_TOGETHER.items():
+        count = int(os.environ.get(name) or 1)
+        if count == 1 or os.environ.get("RANK"):
+            continue
+        if os.environ.get(number, "0") == "0":
+            say(
+                f"error: {count} processes ({name}) were started without torchrun, and each would be a run "
+                "of one rank: start a torchrun on each node, as launch/train.slurm does: srun "
+                "--ntasks-per-node 1 torchrun --nnodes NODES --nproc_per_node 8 --rdzv_backend c10d "
+                f"--rdzv_endpoint HOST:29400 {' '.join(sys.argv)}",
+                file=sys.stderr,
+            )
+        raise Exit(EXIT_USER_ERROR)
 
 
 @contextmanager
@@ -241,9 +273,14 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
+def rank_here() -> int:
+    """The rank of this process; 0 before the process group is joined."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
 def is_main() -> bool:
     """Whether this is rank 0, which prints and writes what all ranks know."""
-    return not dist.is_initialized() or dist.get_rank() == 0
+    return rank_here() == 0
 
 
 def say_once(text: str) -> None:
@@ -280,6 +317,14 @@ def raise_on_all_ranks(prefix: str = ""):
     problems = [problem for problem in gather_objects(problem) if problem is not None]
     if problems:
         raise UserError(problems[0]) from cause
+
+
+def once_per_machine(function: Callable, *arguments: Any) -> None:
+    """Call a function on the first rank of each machine, while the others wait. Raises UserError on every
+    rank."""
+    with raise_on_all_ranks():
+        if os.environ.get("LOCAL_RANK") in (None, "", "0"):
+            function(*arguments)
 
 
 def run_on_main(flag: str, function: Callable, *inputs: Any) -> Any:

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 from common import ROOT
 from common.ground.files import follow_pointer, parse_json, read_json
 from common.ground.process import Exit, UserError
-from common.ground.toy import toy_file, write_toy
+from common.ground.toy import TOY_FOLDERS, toy_flags
 
 SomeArgs = TypeVar("SomeArgs", bound="RunArgs")  # a script's
 FLOAT_TEXT = r"-?\d*\.?\d+(e-?\d+)?"
@@ -141,8 +141,8 @@ def parse(
     """An ``args_class`` with the values of flags. The command line overrides --config, which overrides
     the defaults.
 
-    Without --config, --model and --data, a file of the embedded toy is read: ``toy`` is its task and its
-    name.
+    Without --config, --model and --data, the flags of the embedded toy are read: ``toy`` is its task and
+    the name of their file. The toy itself may not have been written yet.
 
     Raises:
         UserError: an unknown flag, or a bad value.
@@ -153,15 +153,11 @@ def parse(
         build_parser(args_class, doc, listed=typed["help"]).print_help()
         raise Exit(0)
     config = typed.pop("config", None)
-    if config is None and not typed.keys() & {"model", "data", "eval_data"}:
-        config = toy_file(*toy)
-        if not config.exists() and not write_toy(config, toy[0]):
-            raise UserError(
-                "no --model given, and launch/toy.py did not write the embedded toy, for the "
-                "reason above"
-            )
     args = args_class()
-    if config:
+    if config is None and not typed.keys() & {"model", "data", "eval_data"}:
+        flags = toy_flags(ROOT / TOY_FOLDERS[toy[0]], *toy)
+        args = args_class(**parser.read_flags(as_words(flags)))
+    elif config:
         recorded = read_config(config, parser)
         args = args_class(**recorded)
         if RECORDED <= recorded.keys():
@@ -313,15 +309,20 @@ def read_config(path: str | Path, parser: Parser) -> dict:
     except UserError as error:
         raise UserError(f"--config {error}") from error
     try:
-        words = []
-        for name, value in config.items():
-            if isinstance(value, bool):
-                words.append(f"--{name}" if value else f"--no-{name}")
-            else:
-                words.append(f"--{name}={value if isinstance(value, str) else json.dumps(value)}")
-        return parser.read_flags(words)
+        return parser.read_flags(as_words(config))
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
+
+
+def as_words(values: dict) -> list[str]:
+    """Flags as they would stand on the command line."""
+    words = []
+    for name, value in values.items():
+        if isinstance(value, bool):
+            words.append(f"--{name}" if value else f"--no-{name}")
+        else:
+            words.append(f"--{name}={value if isinstance(value, str) else json.dumps(value)}")
+    return words
 
 
 # -------------------------------------------------------------------------------------------------
@@ -378,6 +379,11 @@ def check_value(refuse: Refusals, name: str, value: Any, rules: Mapping) -> None
         # NaN is not
         refuse(not low <= value, f"--{name} {value} must be at least {low:.7g}{or_off}")
         refuse(value > high, f"--{name} {value} must be at most {high:.10g}{or_off}")
+    # what Python's locale could not decode
+    refuse(
+        re.search("[\ud800-\udfff]", str(value)),
+        f"--{name} {value} is not UTF-8, or was read by a locale without these letters: set PYTHONUTF8=1",
+    )
     if rules["check"]:
         try:
             rules["check"](value)

@@ -8,13 +8,13 @@
 
     <out>/model/        config.json, model.safetensors, tokenizer files with a chat template, preprocessor_config.json
     <out>/train.jsonl   rows {"prompt", "images", "answer", "label"}, pictures in <out>/images/; eval.jsonl likewise
-    <out>/args.json     flags of train_ppo_vl.py that suit them (TRAINER_ARGS or DESCRIBE_ARGS below), for its --config
+    <out>/args.json     flags of train_ppo_vl.py that suit them (common/ground/toy.py), for its --config
     <out>/judge_train.jsonl, judge_eval.jsonl    judgements about the pictures of train.jsonl and eval.jsonl: right and wrong
                         answers, pairs of pictures
-    <out>/grm_args.json flags of train_grm_vl.py that suit them (JUDGE_ARGS below)
+    <out>/grm_args.json flags of train_grm_vl.py that suit them
 
 With --task describe there are no judgements. With --task locate, grm_args.json is for the responses in
-train.jsonl, which the random weights learn first (SFT_ARGS).
+train.jsonl, which the random weights learn first.
 
 The task "questions". A picture is a 2 x 2 board that holds one to four copies of one coloured
 shape. Three kinds of question (the label of a row) ask for the colour, the shape or the number.
@@ -61,63 +61,8 @@ from transformers import AutoConfig, AutoModelForImageTextToText, GenerationConf
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.utils import logging
 
+from common.ground.toy import FLAGS, toy_flags
 from launch import tool
-
-# Flags of train_ppo_vl.py with which this task is learned; the paths are added by `main`.
-TRAINER_ARGS = dict(
-    reward="exact",
-    prompts_per_step=32,
-    samples_per_prompt=8,
-    minibatches=4,
-    steps=40,
-    actor_lr=3e-4,
-    critic_lr=1e-3,
-    gae_lambda=1.0,
-    max_prompt_tokens=256,
-    max_new_tokens=4,
-    max_tokens_per_pack=4096,
-    eval_every=10,
-)
-
-# And for --task describe.
-DESCRIBE_ARGS = TRAINER_ARGS | dict(
-    reward=f"{Path(__file__).resolve().parent / 'toy_reward.py'}:score", steps=60, max_new_tokens=20
-)
-
-# Flags of train_grm_vl.py with which the judgements are learned. The templates are short because
-# the tokenizer knows few words: any other takes a token per letter.
-JUDGE_ARGS = dict(
-    prompts_per_step=32,
-    steps=1500,
-    lr=1e-3,  # by a sweep, tests/benchmarks/RESULTS.md; with --train_vision 3e-4 and 2500 steps
-    lr_schedule="linear",
-    warmup_steps=20,
-    max_prompt_tokens=256,
-    max_tokens_per_pack=4096,
-    eval_every=300,
-    eval_max_new_tokens=24,
-    templates=json.dumps(
-        {"correct": "{prompt}\n{response}\n", "pictures": "A<image>B<image>\n{prompt}\n"}
-    ),
-)
-
-# For --task locate: written answers first, then rewards.
-SFT_ARGS = dict(
-    prompts_per_step=64,
-    steps=600,
-    lr=3e-3,
-    lr_schedule="linear",
-    warmup_steps=20,
-    train_vision=True,
-    max_prompt_tokens=256,
-    max_tokens_per_pack=4096,
-    max_pixels=10_000,  # 3 x 3 tokens of 28 or 32 pixels
-    eval_every=200,
-    eval_max_new_tokens=40,
-)
-LOCATE_ARGS = TRAINER_ARGS | dict(
-    reward="box", advantage="grpo", max_new_tokens=40, max_pixels=10_000
-)
 
 COLOURS = dict(
     red="#dc2828",
@@ -376,8 +321,6 @@ class Task(NamedTuple):
     blind_share: float  # of the warm start's examples: the question, answered blindly
     warm_start_steps: int
     texts: list[str]  # whose words become tokens
-    # flags of train_ppo_vl.py with which the task is learned; `main` adds the paths
-    trainer_args: dict
     rope: dict = {}  # of the model
 
 
@@ -392,18 +335,14 @@ TASKS = {
             CAPTION_PROMPT,
             "say in the second picture?",
         ],
-        TRAINER_ARGS,
     ),
-    "describe": Task(
-        description_rows, SIGHT_PROMPT, 0.2, 500, [LIST_PROMPT, SIGHT_PROMPT], DESCRIBE_ARGS
-    ),
+    "describe": Task(description_rows, SIGHT_PROMPT, 0.2, 500, [LIST_PROMPT, SIGHT_PROMPT]),
     "locate": Task(
         location_rows,
         "",
         0.0,
         0,
         ["where is the", '[{"bbox_2d": [1, 2], "label": "'],
-        LOCATE_ARGS,
         # With the usual base, positions in so small a picture would hardly differ in angle.
         dict(rope_theta=20.0, mrope_section=[2, 3, 3]),
     ),
@@ -706,13 +645,6 @@ def write_toy(args: argparse.Namespace, folder: Path) -> None:
         part.save_pretrained(folder / "model")
 
 
-def write_flags(path: Path, out: Path, prefix: str, flags: dict) -> None:
-    """What --config reads; `prefix`: of the names of both files of rows."""
-    rows = f"{out}/{prefix}"
-    paths = dict(model=f"{out}/model", data=f"{rows}train.jsonl", eval_data=f"{rows}eval.jsonl")
-    path.write_text(json.dumps(paths | flags, indent=2) + "\n", encoding="utf-8")
-
-
 def main(argv: list[str] | None = None) -> None:
     """Run the command line; `argv` defaults to that of the process. A bad flag exits with code 2."""
     args = parse_args(argv)
@@ -724,11 +656,9 @@ def main(argv: list[str] | None = None) -> None:
     with tempfile.TemporaryDirectory(prefix=f"{out.name}.", dir=out.parent) as scratch:
         folder = Path(scratch) / "toy"
         write_toy(args, folder)
-        write_flags(folder / "args.json", out, "", TASKS[args.task].trainer_args)
-        if args.task == "locate":
-            write_flags(folder / "grm_args.json", out, "", SFT_ARGS)
-        if args.task == "questions":
-            write_flags(folder / "grm_args.json", out, "judge_", JUDGE_ARGS)
+        for name in FLAGS[args.task]:
+            text = json.dumps(toy_flags(out, args.task, name), indent=2)
+            (folder / name).write_text(f"{text}\n", encoding="utf-8")
         folder.rename(out)
     tool.say(f"toy: wrote {out}")
 

@@ -375,39 +375,72 @@ def test_model_and_data_are_needed_together(line):
         ppo.parse_args(line.split())
 
 
-def test_a_toy_that_cannot_be_written_is_no_traceback(monkeypatch):
+def test_a_toy_that_cannot_be_written_is_no_traceback(monkeypatch, tmp_path):
     monkeypatch.setattr(
         toy.subprocess, "run", lambda *_: subprocess.CompletedProcess((), returncode=2)
     )
-    monkeypatch.setattr(toy, "TOY_FOLDERS", {"describe": "none"})
+    monkeypatch.setattr(toy, "ROOT", tmp_path)
     with user_error("toy.py did not write the embedded toy"):
-        ppo.parse_args([])
+        toy.write_if_missing(f"{tmp_path}/toy/model")
+
+
+COUNTING = """
+from pathlib import Path
+with open(Path(__file__).with_name("starts"), "a") as file:
+    file.write("once\\n")
+def score(prompts, responses, references, labels, images):
+    return [0.0] * len(responses)
+"""
 
 
 @pytest.mark.parametrize(
     "line, message",
     table("""
---gamma 1.5               | --gamma 1.5 must be at most 1
---stop_strings end        | --stop_strings end: not JSON
+--gamma 1.5                          | --gamma 1.5 must be at most 1
+--stop_strings end                   | --stop_strings end: not JSON
+--minibatches 3                      | --minibatches 3 must divide --prompts_per_step 32
+--kl_target 1                        | --kl_target 1.0 needs --kl_coef
+--reward exakt                       | --reward exakt: expected one of exact,
+--reward exact,boxed                 | 2 sources need a --reward_recipe
+--reward_recipe {                    | --reward_recipe {: expected {label:
+--env PROGRAM.py:Missing             | Missing
+--curriculum PROGRAM.py:score        | --curriculum PROGRAM.py:score:
+--reward PROGRAM.py:score            | the toy is written now
 """),
 )
-def test_a_mistake_does_not_wait_for_the_toy(monkeypatch, line, message):
-    def written(*_):
-        raise AssertionError("the toy was written first")
+def test_a_mistake_does_not_wait_for_the_toy(monkeypatch, tmp_path, line, message):
+    """What is typed is checked with what the toy's flags add, before the toy is written; a program is
+    started once, with a mistake or without."""
 
-    monkeypatch.setattr(toy, "TOY_FOLDERS", {"describe": "none"})
-    monkeypatch.setattr(common_flags, "write_toy", written)
-    with user_error(message):
-        ppo.parse_args(words(line))
+    def write(_):
+        raise process.UserError("the toy is written now")
+
+    monkeypatch.setattr(toy, "write_if_missing", write)
+    program = tmp_path / "program"
+    program.with_suffix(".py").write_text(COUNTING)
+    line, message = (text.replace("PROGRAM", str(program)) for text in (line, message))
+    with user_error(re.escape(message)):
+        ppo.main(words(line, "--out", tmp_path / "out"))
+    if "program" in line:
+        assert (tmp_path / "starts").read_text() == "once\n"
+
+
+def test_the_flags_of_the_toy_are_those_that_it_writes():
+    for script, task, name in ((ppo, "describe", "args.json"), (grm, "questions", "grm_args.json")):
+        args, folder = script.parse_args([]), ROOT / toy.TOY_FOLDERS[task]
+        recorded = json.loads(json.dumps(toy.toy_flags(folder, task, name)))
+        assert {flag: getattr(args, flag) for flag in recorded} == recorded
 
 
 def test_two_machines_may_write_the_toy_at_the_same_time(monkeypatch, tmp_path):
     def second(*_):
-        (tmp_path / "args.json").write_text("{}")
+        (tmp_path / "toy").mkdir()
         return subprocess.CompletedProcess((), returncode=1)
 
     monkeypatch.setattr(toy.subprocess, "run", second)
-    assert toy.write_toy(tmp_path / "args.json", "describe")
+    monkeypatch.setattr(toy, "ROOT", tmp_path)
+    toy.write_if_missing(f"{tmp_path}/toy/model")
+    toy.write_if_missing(f"{tmp_path}/another/model")
 
 
 def test_all_problems_are_told_at_once():
@@ -828,6 +861,14 @@ def test_plain_python_is_one_rank_from_end_to_end(tmp_path, hub, picture_rows):
     assert stood_for == {*FOLLOWING}
     again = ppo.parse_args(words("--config", tmp_path / "out" / "args.json"))
     assert again == ppo.parse_args(flags)
+
+
+@pytest.mark.parametrize("flag", ["--out", "--system_prompt"])
+def test_letters_that_the_locale_has_not_are_one_message(flag):
+    """As Python reads them with LC_ALL=POSIX and PYTHONUTF8=0: TensorBoard's folder, or the model's text,
+    would have others."""
+    with user_error(f"{flag} .* is not UTF-8, .* set PYTHONUTF8=1"):
+        ppo.parse_args([*NEEDED, flag, "Größe".encode().decode("ascii", "surrogateescape")])
 
 
 def test_the_folder_of_a_run_may_begin_with_a_quoted_tilde():

@@ -4,7 +4,9 @@ the rank where it happened first, the same in <out>/errors, and exit code 1."""
 import inspect
 import os
 import re
+import signal
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -89,9 +91,55 @@ def test_one_ranks_error_ends_all_with_one_message(tmp_path, store, kind, code):
         return
     assert told.count("Traceback (most recent call last)") == 1
     assert re.search(r"(?m)^ *ValueError: no row$", told)
-    line = rf"(?m)^rank 0 ends after another one: .*; its traceback is in {errors}/rank-0.txt$"
+    line = rf"(?m)^rank 0 ends after another one[:,] .*; its traceback is in {errors}/rank-0.txt$"
     assert re.search(line, told)
     assert "ValueError: no row" in (errors / "rank-1.txt").read_text()
+
+
+def fail_before_the_ranks_meet(rank: int, kind: str) -> None:
+    """On one rank, a program that does not compile there, or a driver that is too old."""
+    problem = None
+    if os.environ["RANK"] == str(rank):
+        problem = UserError("my.py: no such module") if kind == "program" else None
+        torch.cuda.device_count = lambda: 8 * (kind == "driver")
+    distributed.start(60.0, 0, problem=problem)
+
+
+@pytest.mark.parametrize(
+    "kind, message",
+    [
+        ("program", "my.py: no such module"),
+        ("driver", "torch .* cannot use this machine's GPUs: .*"),
+    ],
+)
+def test_a_mistake_of_one_machine_ends_all(monkeypatch, kind, message):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    told = ranks.run(fail_before_the_ranks_meet, 1, kind, world=2, codes=[2, 2])
+    assert re.fullmatch(f"error: {message}\n", told)
+
+
+def lose(rank: int, how: str, folder: Path) -> None:
+    """A rank dies while another one waits for it; or a signal ends that which waits."""
+    distributed.start(60.0, 0)
+    process.keep_errors(folder)
+    if dist.get_rank() == rank:
+        number = getattr(signal, how)
+        threading.Timer(0.3, os.kill, (os.getpid(), number)).start()
+    if (dist.get_rank() == rank) == (how == "SIGKILL"):
+        time.sleep(1)
+    distributed.gather_objects("here")
+
+
+@pytest.mark.parametrize("how, code", [("SIGKILL", -9), ("SIGTERM", 75)])
+@pytest.mark.parametrize("hosted", [False, True])
+def test_a_lost_rank_is_one_line(tmp_path, store, how, code, hosted):
+    variables = store if hosted else {}
+    told = ranks.run(lose, 1, how, tmp_path, world=2, codes=[1, code], **variables)
+    file = tmp_path / "errors" / "rank-0.txt"
+    how = r"which it has lost \(Connection (closed|reset) by peer\)"
+    line = rf"rank 0 ends after another one, {how}; its traceback is in {file}\n"
+    assert re.fullmatch(line, told)
+    assert "Traceback" in file.read_text()
 
 
 def fail_while_others_compute(rank: int) -> None:
@@ -183,6 +231,7 @@ def test_a_job_is_requeued_after_a_signal_alone(tmp_path, codes, again):
         "SLURM_JOB_NAME": "train",
         "SLURM_JOB_NODELIST": "node",
         "SLURM_NNODES": "1",
+        "SLURM_GPUS_ON_NODE": "8",
     }
     for name in ("script.py", "asked"):
         (tmp_path / name).touch()

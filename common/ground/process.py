@@ -2,6 +2,7 @@
 
 run_main         what a script's main raises becomes a message or a traceback, and an exit code
 keep_errors      from now on, tracebacks are also written to <out>/errors
+watch_signals    from now on, a signal ends this process even while it waits for other ranks
 end_with_others  from now on, a bug on another rank ends this process
 catch_signals    from now on, a signal ends the run after the step in progress
 """
@@ -9,6 +10,7 @@ catch_signals    from now on, a signal ends the run after the step in progress
 import ctypes
 import json
 import os
+import re
 import signal
 import sys
 import threading
@@ -78,6 +80,30 @@ def catch_signals() -> None:
     """From now on, the signals of `handle_signals` ask for a stop after the step in progress; a
     second Ctrl-C ends the process at once."""
     handle_signals(request_stop)
+    pipe = signal.set_wakeup_fd(-1)
+    if pipe != -1:
+        os.close(pipe)  # which ends the thread of `watch_signals`
+
+
+def watch_signals() -> None:
+    """From now on, until `catch_signals`, a signal ends this process at once even while its main thread
+    waits for other ranks. Python runs no handler there, inside C++, but a thread reads which signals came.
+    Only under `run_main`: a thread may not exist before the user's programs are forked."""
+    if signal.getsignal(signal.SIGUSR1) is not end_now:
+        return
+    ours, theirs = os.pipe()
+    os.set_blocking(theirs, False)
+    signal.set_wakeup_fd(theirs)
+    threading.Thread(target=end_at_signal, args=(ours,), daemon=True).start()
+    handle_signals(lambda *_: None)  # or both threads would act
+
+
+def end_at_signal(pipe: int) -> None:
+    """In a thread: see `watch_signals`."""
+    while numbers := os.read(pipe, 1):
+        if numbers[0] in CAUGHT:
+            end_now(numbers[0], None)
+    os.close(pipe)
 
 
 def leave(code: int) -> None:
@@ -141,6 +167,10 @@ OUT_OF_MEMORY = (
     "the GPU is out of memory: lower --max_tokens_per_pack or --slots, or pass "
     "--gradient_checkpointing on or --offload optimizer"
 )
+# gloo's words, and NCCL's
+LOST_CONNECTION = re.compile(
+    r"(?s)gloo/transport.*(Connection (?:closed|reset) by peer|Broken pipe)|(remote process exited)"
+)
 TIMED_OUT = (
     "a rank waited longer than --timeout for the others: raise --timeout if rewards, environments or "
     "files are that slow; else the output of the other ranks says what held them up"
@@ -188,6 +218,13 @@ def watch_others(store: dist.Store) -> None:
     if not DONE.wait(LAST_SECONDS):
         tell_later(f"rank {this_rank()} ends after another one")
         leave(EXIT_BUG)
+
+
+def lost_connection(error: BaseException) -> str:
+    """How the connection to another rank has broken, if that is what the error says: that rank was
+    killed, say. "" otherwise."""
+    match = LOST_CONNECTION.search(str(error))
+    return match[match.lastindex or 0] if match else ""
 
 
 def tell_later(line: str) -> None:
@@ -241,8 +278,11 @@ def report_input(error: UserError) -> None:
     """Say what a user can mend: once, not by all ranks. What lies behind it, such as a library's error,
     is in the file of tracebacks."""
     tell_torchrun(f"error: {error}")
-    if this_rank() == "0":  # all ranks raise it
+    is_told = dist.is_initialized() or "TORCHELASTIC_ERROR_FILE" in os.environ
+    if this_rank() == "0":
         say(f"error: {error}", file=sys.stderr)
+    elif not is_told:  # rank 0 may not have met it
+        say(f"error: rank {this_rank()}: {error}", file=sys.stderr)
     cause = error.__cause__
     while isinstance(cause, UserError | OSError):
         cause = cause.__cause__
@@ -251,12 +291,13 @@ def report_input(error: UserError) -> None:
 
 
 def report_bug(error: BaseException) -> None:
-    """Show the traceback of an error, or one line if another rank has met one before."""
-    path = write_traceback(error)
-    if not is_first():
+    """Show the traceback of an error, or one line if another rank has met one before, or is lost."""
+    path, first, lost = write_traceback(error), is_first(), lost_connection(error)
+    if lost or not first:
         line, *_ = f"{type(error).__name__}: {error}".splitlines()
+        how = f", which it has lost ({lost})" if lost else f": {line:.300}"
         where = f"; its traceback is in {path}" if path else ""
-        tell_later(f"rank {this_rank()} ends after another one: {line:.300}{where}")
+        tell_later(f"rank {this_rank()} ends after another one{how}{where}")
         return
     get_error_handler().record_exception(error)
     say("".join(traceback.format_exception(error)).rstrip(), file=sys.stderr)

@@ -35,7 +35,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)]
 
 from common import logprobs
-from common.ground.toy import toy_file, write_toy
+from common.ground.toy import TOY_FOLDERS, write_if_missing
 
 
 def status(field: str) -> float:
@@ -122,12 +122,11 @@ def compare_heads(flags) -> None:
 def toy_growth(steps: int, work: Path) -> None:
     """Peak of the resident memory of the embedded toy along a run without evaluations but with
     records and checkpoints."""
-    toy = toy_file("questions", "args.json")
-    if not toy.exists():
-        write_toy(toy, "questions")
+    folder = ROOT / TOY_FOLDERS["questions"]
+    write_if_missing(f"{folder}/model")
     flags = [
         "--config",
-        str(toy),
+        str(folder / "args.json"),
         "--steps",
         str(steps),
         "--eval_every",

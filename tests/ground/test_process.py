@@ -148,10 +148,39 @@ def test_one_process_meets_nobody(monkeypatch, variables, address):
     assert os.environ["RANK"] == "0"
 
 
+@pytest.mark.parametrize(
+    "variables, refused",
+    [
+        (dict(SLURM_STEP_NUM_TASKS="16", SLURM_PROCID="0"), True),
+        (dict(OMPI_COMM_WORLD_SIZE="2", OMPI_COMM_WORLD_RANK="1"), True),
+        (dict(PMI_SIZE="8", RANK=""), True),
+        (dict(SLURM_STEP_NUM_TASKS="2", SLURM_PROCID="0", RANK="3", WORLD_SIZE="8"), False),
+        (dict(SLURM_NTASKS="16", SLURM_STEP_NUM_TASKS="1"), False),  # in a shell of salloc
+    ],
+)
+def test_processes_of_srun_without_torchrun_are_refused(monkeypatch, capsys, variables, refused):
+    """Each of them would be a run of one rank. The first one says it."""
+    monkeypatch.setattr(os, "environ", variables)
+    if not refused:
+        assert distributed.expected_ranks() == int(os.environ["WORLD_SIZE"])
+        return
+    with pytest.raises(process.Exit, match="2"):
+        distributed.expected_ranks()
+    error = capsys.readouterr().err
+    is_first = "1" not in (variables.get("OMPI_COMM_WORLD_RANK"), variables.get("SLURM_PROCID"))
+    assert ("without torchrun, and each would be a run of one rank" in error) == is_first
+
+
 @pytest.mark.parametrize("variables", [{}, {"RANK": ""}])  # as a job script leaves it
 def test_an_error_waits_for_no_other_rank(variables):
     result = python(TYPO, **variables)
     assert (result.returncode, result.stderr) == (2, "error: a typo\n")
+
+
+def test_a_mistake_of_another_rank_than_the_first_is_told():
+    """Before the ranks have met, and without torchrun, whose summary would have it."""
+    result = python(TYPO.replace("lambda: True", "lambda: False"), RANK="1", WORLD_SIZE="2")
+    assert (result.returncode, result.stderr) == (2, "error: rank 1: a typo\n")
 
 
 # Python itself must end, which no rank of tests/ranks.py does: one that imports, and forks.
@@ -212,6 +241,24 @@ def test_a_signal_before_the_loop_ends_with_one_line(name):
         program = BEFORE_THE_LOOP.format(name=name, wait="time.sleep(20)")
         result = python(program, LOCAL_RANK=local_rank)
         assert (result.returncode, result.stdout, result.stderr) == (75, "", message)
+
+
+WAITING = """
+import os, signal, threading
+from common import distributed
+from common.ground import process
+threading.Timer(0.5, os.kill, (os.getpid(), signal.{name})).start()
+process.run_main(lambda: distributed.start(100.0, 0))
+"""
+
+
+@pytest.mark.parametrize("name, rank", [("SIGTERM", "0"), ("SIGINT", "1"), ("SIGUSR1", "1")])
+def test_a_signal_ends_a_rank_that_waits_for_others_to_come(name, rank):
+    """It hosts the store, or looks for it; inside C++, where Python runs no handler."""
+    port = str(ranks.free_port())
+    place = dict(WORLD_SIZE="2", RANK=rank, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    ended = python(WAITING.format(name=name), **place)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (75, "", STOPPED)
 
 
 @pytest.mark.parametrize("name, code", [("SIGHUP", 0), ("SIGUSR1", 75)])

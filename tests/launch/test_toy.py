@@ -14,6 +14,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from common.data.processor import Processor
 from common.data.rows import load_prompts
 from common.flags import DataArgs
+from common.ground.toy import TRAINER_ARGS
 from common.rewards import sources
 from conftest import read_json, read_rows, words
 from launch import toy
@@ -74,7 +75,7 @@ def test_rows_have_short_answers_and_pictures_of_their_own(folder):
     assert len(set(pictures)) == len(pictures) == 128 + 64
     args = read_json(folder / "args.json")
     assert Path(args["model"]).is_dir()
-    assert set(toy.TRAINER_ARGS) < set(args)
+    assert set(TRAINER_ARGS) < set(args)
 
 
 def test_who_ignores_the_picture_scores_at_chance(tmp_path):
