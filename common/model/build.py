@@ -6,6 +6,7 @@ build_model     a model of transformers whose layers mix tokens as packs need it
 """
 
 import copy
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
@@ -231,7 +232,7 @@ def build_model(
     if trains_vision and not family.media:
         raise UserError(f"--train_vision: {config.model_type} has no vision tower")
     auto = AutoModelForImageTextToText if family.media else AutoModelForCausalLM
-    config = copy.deepcopy(config)  # it is written into
+    config = without_noise(copy.deepcopy(config))  # it is written into
     if has_own_head(config, folder):
         config.tie_word_embeddings = False
     try:
@@ -257,6 +258,18 @@ def build_model(
     if float32_parts(model) and not compute.planned:
         choose_rule(compute.device.type, compute.dtype)  # which names a missing package
     return model
+
+
+def without_noise(config):
+    """The config without dropout, and without the noise of some routers, which act in training alone: the
+    model that learns is the one that has sampled."""
+    for name in config.sub_configs:
+        if part := getattr(config, name, None):
+            without_noise(part)
+    for name, value in list(vars(config).items()):
+        if re.search("drop|jitter", name) and isinstance(value, float):
+            setattr(config, name, 0.0)
+    return config
 
 
 def has_own_head(config, folder: Path) -> bool:

@@ -258,12 +258,8 @@ def image_features(model: Model, patches: Tensor, grids: Tensor) -> Tensor:
     (K, M, H).
 
     K is 1, plus the number of DeepStack levels in families that have them (Qwen3-VL). There is no
-    gradient and no dropout unless the tower is trained.
+    gradient unless the tower is trained.
     """
-    if not model.setup.trains_vision:
-        for part in model.model.children():
-            if part is not decoder(model):
-                part.eval()
     weight = tower_parameters(model)[0]
     # Pixels stay float32: towers cast them, some only after scaling.
     patches, grids = patches.to(weight.device), grids.to(weight.device)
