@@ -338,6 +338,24 @@ def test_two_nodes_with_other_files_under_one_path_are_refused(ones, life_task, 
         assert re.search(f"{re.escape(line)}: {difference}: all ranks need the same", told), line
 
 
+def own_cache(folder: str) -> None:
+    """Each rank is a node with a hub cache of its own, as on local scratch."""
+    constants.HF_HUB_CACHE = str(Path(folder) / os.environ["RANK"] / "hub")
+    constants.HF_HUB_OFFLINE = True
+
+
+@pytest.mark.slow
+def test_nodes_may_have_caches_of_their_own(flags, qwen25, tmp_path):
+    """They train as on one folder: models are compared by content."""
+    for rank in "01":
+        write_cache(tmp_path / rank, qwen25, "")
+    out = tmp_path / "run"
+    more = "--model org/name --steps 1 --advantage grpo --save_every 0"
+    told = live(flags(out, more), 2, [(own_cache, str(tmp_path))])
+    assert "2 x cpu" in told
+    assert (out / "export" / "step-1" / "model.safetensors").exists()
+
+
 def other_node(folder: str, versions: bool = False) -> None:
     """Rank 1 is a node of its own: what lies under NODE is another, and perhaps the versions are."""
     os.chdir(folder)

@@ -17,7 +17,6 @@ from typing import Protocol
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from common import distributed
@@ -136,7 +135,7 @@ class PromptLoader:
     batches: Iterable[Drawn] = ()  # to come; rows are prompts, or objects with a ``prompt``
 
     def __post_init__(self):
-        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.rank, self.world = distributed.rank_here(), distributed.world_size()
         self.pool = ThreadPoolExecutor(DECODERS, thread_name_prefix="images")
         self.later = iter(self.batches)
 

@@ -305,11 +305,43 @@ def test_a_job_without_out_is_refused(tmp_path, line, refused):
     (tmp_path / "train_ppo_vl.py").write_text("")
     job = ROOT / "launch" / "train.slurm"
     command = ["bash", job, "train_ppo_vl.py", "--steps", "2", *line.split()]
-    environment = os.environ | {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "train"}
+    environment = os.environ | {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "train", "NPROC": "1"}
     done = subprocess.run(command, cwd=tmp_path, env=environment, timeout=60)
     told = (tmp_path / "logs" / "train-7.out").read_text()
     assert done.returncode == 2 if refused else done.returncode != 2
     assert ("would begin anew without it: add --out FOLDER" in told) == refused
+
+
+@pytest.mark.parametrize(
+    "variables, processes",
+    [
+        ({"SLURM_GPUS_ON_NODE": "4"}, "4"),
+        ({"SLURM_GPUS_ON_NODE": "4", "NPROC": "2"}, "2"),
+        ({}, ""),
+    ],
+)
+def test_options_of_srun_and_the_processes_of_a_node(tmp_path, variables, processes):
+    """A node without GPUs of SLURM's does not start one process without a word."""
+    (tmp_path / "srun").write_text('#!/bin/bash\necho "$*" > asked\n')
+    (tmp_path / "scontrol").write_text("#!/bin/bash\necho node-1\n")
+    for name in ("srun", "scontrol"):
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "train_ppo_vl.py").write_text("")
+    of_slurm = dict(
+        SLURM_JOB_ID="7", SLURM_JOB_NAME="train", SLURM_NNODES="2", SLURM_JOB_NODELIST="n"
+    )
+    variables = of_slurm | variables | {"SRUN_OPTIONS": "--container-image=a.sqsh --mpi=none"}
+    inherited = {name: value for name, value in os.environ.items() if name != "NPROC"}
+    environment = inherited | {"PATH": f"{tmp_path}:{os.environ['PATH']}"} | variables
+    command = words("bash", ROOT / "launch" / "train.slurm", "train_ppo_vl.py", "--out run")
+    ended = subprocess.run(command, cwd=tmp_path, env=environment, timeout=60)
+    if processes:
+        asked = (tmp_path / "asked").read_text()
+        assert asked.startswith("--container-image=a.sqsh --mpi=none --export ALL ")
+        assert f"torchrun --nnodes 2 --nproc_per_node {processes} " in asked
+    else:
+        assert ended.returncode == 2
+        assert "set NPROC" in (tmp_path / "logs" / "train-7.out").read_text()
 
 
 # ----------------------------------------------------------------------------- two agents, no SLURM

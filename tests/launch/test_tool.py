@@ -2,14 +2,19 @@
 one message says what is wrong, and the exit code is 2."""
 
 import importlib.util
+import json
 import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from conftest import ROOT, user_error, words, write_rows
+import train_grm_vl as grm
+import train_ppo_vl as ppo
+from common.flags import groups_of
+from conftest import ROOT, read_rows, table, user_error, words, write_rows
 from helpers import PYTHONS_WORDS
 from launch import chat, page, plan
 from launch.data import convert
@@ -21,33 +26,89 @@ PROGRAMS = sorted(
     for path in folder.glob("*.py")
     if '__name__ == "__main__"' in path.read_text()
 )
-# In a process of its own, and with no module of ours imported yet, imports what each program
-# imports, as if it had been started, and runs nothing.
-IMPORTING = """
-import os, runpy, sys
+SCRIPTS = {"train_ppo_vl.py": ppo.Args, "train_grm_vl.py": grm.Args}
+# Starts programs, each in a process of its own, in which no module of ours has been imported. A program
+# without flags is only imported.
+STARTING = """
+import json, os, runpy, sys, time
 import torch.distributed.fsdp, torch.utils.tensorboard
 import transformers.convert_slow_tokenizer, transformers.generation.utils
+import transformers.models.qwen2_5_vl.modeling_qwen2_5_vl
 import transformers.models.qwen2_vl.image_processing_pil_qwen2_vl
-for program in sys.argv[1:]:
+for program, *flags in json.load(sys.stdin):
     if not os.fork():
-        sys.path[0] = os.path.dirname(program)
-        runpy.run_path(program)
-        os._exit(0)
-    assert os.wait()[1] == 0, program
+        sys.argv, sys.path[0] = [program, *flags], os.path.dirname(program)
+        runpy.run_path(program, run_name="__main__" if flags else "imported")
+        break
+    assert os.wait()[1] == 0, [program, *flags]
 """
+# Of plan.py: what each group of flags adds to a run.
+GROUPS = table("""
+ppo | --lora_rank 4 --rollout_shards 2 --gradient_checkpointing on
+ppo | --train_vision
+ppo | --eval_data ROWS --min_pixels 9
+ppo | --ptx_data ANSWERED --ptx_coef 0.1
+ppo | --perception_coef 0.01
+ppo | --reward_recipe {"*":[["exact",1]]}
+ppo | --teacher_model self --teacher_in loss
+ppo | --env ENV:Zoom --reward env
+ppo | --advantage grpo --kl_coef 0.1 --dynamic_sampling 2
+ppo | --ema_beta 0.9 --offload all
+ppo | --hsdp 2
+grm | --lora_rank 4
+grm | --eval_data ANSWERED --orders given
+""")
+
+
+def start(folder, *commands: list) -> str:
+    """What these programs print, one after the other. They must end with 0."""
+    result = subprocess.run(
+        [sys.executable, "-c", STARTING],
+        input=json.dumps([words(*command) for command in commands]),
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
 
 
 @pytest.mark.slow
-def test_programs_find_what_they_import(tmp_path):
-    programs = [
-        path
-        for path in PROGRAMS
-        if path.stem != "reward_math" or importlib.util.find_spec("math_verify")
-    ]
+def test_programs_start(tmp_path):
+    """All of launch/ show their help, both scripts that of each stage."""
+    can_start = importlib.util.find_spec("math_verify")
+    programs = [path for path in PROGRAMS if path.stem != "reward_math" or can_start]
     assert len(programs) > 20
-    command = [sys.executable, "-c", IMPORTING, *programs]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert result.returncode == 0, result.stderr
+    tools = [[path, "--help"] if "launch" in path.parts else [path] for path in programs]
+    helps = [
+        [ROOT / script, "--help", *stage]
+        for script, args in SCRIPTS.items()
+        for stage in ([], ["all"], *([name] for name in groups_of(args)))
+    ]
+    told = start(tmp_path, *tools, *helps)
+    assert told.count("usage:") == sum(len(command) > 1 for command in (*tools, *helps))
+
+
+@pytest.mark.slow
+def test_a_plan_starts_with_each_group_of_flags(tmp_path, qwen25, picture_rows):
+    rows = Path(picture_rows)
+    learned = [row | {"response": "one"} for row in read_rows(rows)]
+    answered = write_rows(rows.with_name("answered.jsonl"), learned)
+    names = {
+        "ROWS": rows,
+        "ANSWERED": answered,
+        "ENV": ROOT / "launch" / "environments" / "zoom.py",
+    }
+    line = "--model", qwen25, "--max_prompt_tokens 256 --max_tokens_per_pack 2048 --data"
+    commands = []
+    for script, more in GROUPS:
+        for name, path in names.items():
+            more = more.replace(name, str(path))
+        data = rows if script == "ppo" else answered
+        commands.append([ROOT / "launch" / "plan.py", script, "--", *line, data, more])
+    told = start(tmp_path, *commands)
+    assert told.count("GiB per GPU") == len(GROUPS)
 
 
 DEEP = b"[" * 5000 + b"]" * 5000
