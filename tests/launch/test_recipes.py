@@ -367,6 +367,7 @@ def test_a_job_without_torchrun_says_so(tmp_path):
         "SLURM_JOB_ID": "5",
         "SLURM_JOB_NAME": "train",
         "SLURM_NNODES": "1",
+        "SLURM_GPUS_ON_NODE": "1",
         "MASTER_ADDR": "node",
     }
     job = ["bash", str(ROOT / "launch" / "train.slurm"), "train_ppo_vl.py", "--out", "run"]

@@ -13,7 +13,7 @@ import pytest
 
 import train_grm_vl as grm
 import train_ppo_vl as ppo
-from common.flags import groups_of
+from common.flags import fields_of, groups_of
 from conftest import ROOT, read_rows, table, user_error, words, write_rows
 from helpers import PYTHONS_WORDS
 from launch import chat, page, plan
@@ -26,11 +26,11 @@ PROGRAMS = sorted(
     for path in folder.glob("*.py")
     if '__name__ == "__main__"' in path.read_text()
 )
-SCRIPTS = {"train_ppo_vl.py": ppo.Args, "train_grm_vl.py": grm.Args}
+SCRIPTS = [ROOT / "train_ppo_vl.py", ROOT / "train_grm_vl.py"]
 # Starts programs, each in a process of its own, in which no module of ours has been imported. A program
 # without flags is only imported.
 STARTING = """
-import json, os, runpy, sys, time
+import json, os, runpy, sys
 import torch.distributed.fsdp, torch.utils.tensorboard
 import transformers.convert_slow_tokenizer, transformers.generation.utils
 import transformers.models.qwen2_5_vl.modeling_qwen2_5_vl
@@ -42,21 +42,15 @@ for program, *flags in json.load(sys.stdin):
         break
     assert os.wait()[1] == 0, [program, *flags]
 """
-# Of plan.py: what each group of flags adds to a run.
-GROUPS = table("""
-ppo | --lora_rank 4 --rollout_shards 2 --gradient_checkpointing on
-ppo | --train_vision
-ppo | --eval_data ROWS --min_pixels 9
-ppo | --ptx_data ANSWERED --ptx_coef 0.1
-ppo | --perception_coef 0.01
-ppo | --reward_recipe {"*":[["exact",1]]}
-ppo | --teacher_model self --teacher_in loss
-ppo | --env ENV:Zoom --reward env
-ppo | --advantage grpo --kl_coef 0.1 --dynamic_sampling 2
-ppo | --ema_beta 0.9 --offload all
-ppo | --hsdp 2
-grm | --lora_rank 4
-grm | --eval_data ANSWERED --orders given
+# Of plan.py: the flags of every group stand in one of these.
+PLANS = table("""
+ppo | --lora_rank 4 --rollout_shards 2 --gradient_checkpointing on --eval_data ROWS --min_pixels 9 --hsdp 2
+ppo | --train_vision --ptx_data LEARNED --ptx_coef 0.1 --perception_coef 0.01 --ema_beta 0.9 --offload all
+ppo | --teacher_model self --teacher_in loss --reward_recipe {"*":[["exact",1]]} --save_every 1
+ppo | --env ENV:Zoom --reward env --advantage grpo --kl_coef 0.1 --dynamic_sampling 2 --warmup_steps 1
+    --samples_per_prompt 2
+grm | --lora_rank 4 --eval_data LEARNED --eval_max_new_tokens 8 --orders given --lr 1e-4 --warmup_steps 1
+    --save_every 1 --hsdp 2
 """)
 
 
@@ -76,39 +70,42 @@ def start(folder, *commands: list) -> str:
 
 @pytest.mark.slow
 def test_programs_start(tmp_path):
-    """All of launch/ show their help, both scripts that of each stage."""
+    """All of launch/ and both scripts show their help."""
     can_start = importlib.util.find_spec("math_verify")
     programs = [path for path in PROGRAMS if path.stem != "reward_math" or can_start]
     assert len(programs) > 20
-    tools = [[path, "--help"] if "launch" in path.parts else [path] for path in programs]
-    helps = [
-        [ROOT / script, "--help", *stage]
-        for script, args in SCRIPTS.items()
-        for stage in ([], ["all"], *([name] for name in groups_of(args)))
-    ]
-    told = start(tmp_path, *tools, *helps)
-    assert told.count("usage:") == sum(len(command) > 1 for command in (*tools, *helps))
+    tools = [path for path in programs if "launch" in path.parts]
+    helped = [*tools, *SCRIPTS]
+    others = [[path] for path in programs if path not in tools]
+    told = start(tmp_path, *others, *([path, "--help"] for path in helped))
+    assert told.count("usage:") == len(helped)
 
 
 @pytest.mark.slow
 def test_a_plan_starts_with_each_group_of_flags(tmp_path, qwen25, picture_rows):
     rows = Path(picture_rows)
-    learned = [row | {"response": "one"} for row in read_rows(rows)]
-    answered = write_rows(rows.with_name("answered.jsonl"), learned)
-    names = {
-        "ROWS": rows,
-        "ANSWERED": answered,
-        "ENV": ROOT / "launch" / "environments" / "zoom.py",
-    }
+    learned = rows.with_name("learned.jsonl")
+    write_rows(learned, [row | {"response": "one"} for row in read_rows(rows)])
+    zoom = ROOT / "launch" / "environments" / "zoom.py"
+    names = {"ROWS": rows, "LEARNED": learned, "ENV": zoom}
     line = "--model", qwen25, "--max_prompt_tokens 256 --max_tokens_per_pack 2048 --data"
     commands = []
-    for script, more in GROUPS:
+    for script, more in PLANS:
         for name, path in names.items():
             more = more.replace(name, str(path))
-        data = rows if script == "ppo" else answered
+        data = rows if script == "ppo" else learned
         commands.append([ROOT / "launch" / "plan.py", script, "--", *line, data, more])
     told = start(tmp_path, *commands)
-    assert told.count("GiB per GPU") == len(GROUPS)
+    assert told.count("GiB per GPU") == len(PLANS)
+
+
+@pytest.mark.parametrize("script", ["ppo", "grm"])
+def test_the_plans_have_flags_of_every_group(script):
+    named = {
+        word for name, line in PLANS if name == script for word in re.findall(r"--(\w+)", line)
+    }
+    for name, group in groups_of({"ppo": ppo, "grm": grm}[script].Args).items():
+        assert named & fields_of(group).keys(), name
 
 
 DEEP = b"[" * 5000 + b"]" * 5000
