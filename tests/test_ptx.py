@@ -68,7 +68,7 @@ def env(qwen25, picture_rows, rows):
 
 def text_gradient(env, args: ppo.Args, picks: list[int]) -> tuple[float, Tensors]:
     """Loss and gradient of rows by the code under test."""
-    drawn = [env.text.rows[k][0] for k in picks]
+    drawn = [env.text.rows[k] for k in picks]
     env.text.coef, env.text.labels = args.ptx_coef, args.ptx_labels
     stats, pending = {}, env.text.loader.submit(drawn, picks)
     for loss in env.text.losses(env.actor, pending, args.aux_loss_coef, stats):

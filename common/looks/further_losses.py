@@ -72,7 +72,7 @@ class PtxLoss:
         """Begin to decode the images of the rows of update ``number`` of a step, from 0."""
         order = data_order(len(self.rows), self.seed, self.scheduled + number * self.batch)
         picks = list(itertools.islice(order, self.batch))
-        return self.loader.submit([self.rows[k].prompt for k in picks], picks)
+        return self.loader.submit([self.rows[k] for k in picks], picks)
 
     def losses(
         self, policy: Policy, pending: tuple, aux_loss_coef: float, stats: dict
@@ -84,8 +84,9 @@ class PtxLoss:
             stats: gets statistics like those of the actor's loss, after the last pack.
         """
         model = policy.model
+        rows, *_ = pending
         prompts = self.loader.collect(*pending)
-        batch = packs.with_examples(model, prompts, [[self.rows[k]] for k in prompts.draws])
+        batch = packs.with_examples(model, prompts, [[row] for row in rows])
         vlm.compute_features_unless_trained(model, batch)
         load = count_experts(policy, batch) if aux_loss_coef else None
         count = self.count_labels(batch)
