@@ -22,7 +22,9 @@ FLAG_LINES = 400  # between main and the first stage of train_ppo_vl.py
 # whose signatures follow papers and kernels
 FORMULAS = ("losses", "logprobs", "attention", "linear_attention")
 # whose ValueErrors are bugs, or are read where a user's program is called
-THEIR_VALUE_ERRORS = "losses rollout model.attention data.loader child answers rewards.sources"
+THEIR_VALUE_ERRORS = (
+    "buffers losses rollout model.attention data.loader child answers rewards.sources"
+)
 # of a variable, they do not tell what it holds
 NAMES = {"found", "own", "said", "kept", "shown", "given"}
 TOP = {*SCRIPTS, "common", "launch", "tests", "requirements.txt", "README.md"}

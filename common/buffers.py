@@ -263,10 +263,14 @@ class Batch:
         return torch.zeros_like(self.tokens, dtype=torch.bool).index_fill(0, ends, True)
 
     def with_responses(self, responses: Iterable[tuple[int, Tensor]]) -> "Batch":
-        """The same prompts with other samples: the index of the prompt and the token ids (n,) of each, in
-        the order of prompts. Dropped prompts get none."""
+        """The same prompts with other samples: the index of the prompt and the token ids (n,) of each.
+        Dropped prompts get none. Raises ValueError: they are not in the order of prompts."""
         responses = [(index, tokens) for index, tokens in responses if index not in self.dropped]
         prompt_index = torch.tensor([index for index, _ in responses], dtype=torch.int64)  # (S,)
+        if (prompt_index.diff() < 0).any():
+            raise ValueError(
+                f"responses to the prompts {prompt_index.tolist()}, not in their order"
+            )
         counts = prompt_index.bincount()  # (G,) or fewer
         names = (*FIELDS["prompt"], *FIELDS["some prompts"], "dropped")
         tokens = torch.cat([EMPTY, *(tokens for _, tokens in responses)])

@@ -112,6 +112,8 @@ def test_responses_take_the_place_of_samples():
     assert len(batch.with_responses([])) == 0
     batch.dropped = [1]
     assert batch.with_responses(responses).prompt_index.tolist() == [2, 2]
+    with pytest.raises(ValueError, match=r"responses to the prompts \[3, 2\], not in their order"):
+        batch.with_responses([(3, nothing), (2, nothing)])
 
 
 @pytest.mark.parametrize("seed", SEEDS)
