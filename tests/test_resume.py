@@ -30,7 +30,7 @@ from common import checkpoint, distributed, logging, losses, user_code
 from common import flags as common_flags
 from common.data.loader import PromptLoader
 from common.model import weights as vlm_weights
-from conftest import read_json, table, user_error, words, write_rows
+from conftest import ROOT, read_json, table, user_error, words, write_rows
 from helpers import change_weight
 from lives import (
     flip,
@@ -269,6 +269,41 @@ def test_a_checkpoint_of_before_named_is_compared_by_bytes(
     with user_error(
         rf"is of another run: --data '{fingerprint['data']}' -> '\w+' \({folder}/rows.jsonl\)"
     ):
+        resume(start(more))
+
+
+# What runs of commit 0187b0b have recorded of programs of launch/, which have changed since.
+OF_0187B0B = [
+    ("reward", "launch/reward_vision.py:words", "ea332359be09:words"),
+    ("env", "launch/environments/tools.py:Calculator", "01f44753e61b:Calculator"),
+]
+
+
+@pytest.mark.parametrize("flag, program, recorded", OF_0187B0B)
+@pytest.mark.parametrize("way", ["flags", "config"])
+def test_a_run_goes_on_with_our_programs_as_they_are_now(
+    save, start, tmp_path, flag, program, recorded, way
+):
+    """With the same flags, or by the args.json of its folder. One with a program that its user had changed
+    is refused."""
+    more = f"--{flag} {ROOT / program} --max_tokens_per_pack 2000"
+    if way == "config":
+        (tmp_path / "args.json").write_text(json.dumps({flag: str(ROOT / program)}))
+        more = f"--config {tmp_path}/args.json"
+    path = save(1, f"--{flag} {ROOT / program} --max_tokens_per_pack 2000")
+    saved = read_json(path / "state.json")
+    for name in ("named", "servers", "tables", "script"):
+        del saved["fingerprint"][name]
+    for name, value in checkpoint.fingerprint_by_bytes(start(more).args).items():
+        saved["fingerprint"][name] = value
+    saved["fingerprint"][flag] = recorded
+    (path / "state.json").write_text(json.dumps(saved))
+    commit(path)
+    assert resume(start(more)).step == 1
+    saved["fingerprint"][flag] = recorded.replace(recorded[:12], "0" * 12)
+    (path / "state.json").write_text(json.dumps(saved))
+    commit(path)
+    with user_error(f"is of another run: --{flag} '000000000000:"):
         resume(start(more))
 
 
