@@ -68,7 +68,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from common import checkpoint, distributed, flags, logging, losses
+from common import checkpoint, distributed, flags, identity, logging, losses, run_folder
 from common.buffers import Batch
 from common.data.loader import (
     PromptLoader,
@@ -98,12 +98,12 @@ from common.sampling import Sampling
 def main(argv: list[str] | None = None) -> logging.Metrics:
     """Train, or only evaluate (--eval_only). Returns the last metrics."""
     args = parse_args(argv)
-    checkpoint.leave_if_stopped(args.out)
+    run_folder.leave_if_stopped(args.out)
     ranks = distributed.start(args.timeout, args.hsdp, args.rollout_shards)
     rows = load_rows(args)
-    fingerprint = checkpoint.fingerprint_of(args)  # equal on all ranks
-    checkpoint.compare_rows(row.prompt for row in (*rows.train, *rows.held_out))
-    args = checkpoint.choose_folder(args, fingerprint)
+    fingerprint = identity.fingerprint_of(args)  # equal on all ranks
+    identity.compare_rows(row.prompt for row in (*rows.train, *rows.held_out))
+    args = run_folder.choose_folder(args, fingerprint)
     state = TrainState()
     checkpoints = checkpoint.Checkpoints(args, state, fingerprint)
     args = count_steps(args, len(rows.train), checkpoints.saved, fingerprint)

@@ -58,7 +58,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from common import checkpoint, distributed, flags, logging, losses
+from common import checkpoint, distributed, flags, identity, logging, losses, run_folder
 from common.buffers import EMPTY, Batch, Pack
 from common.data.loader import (
     Drawn,
@@ -109,15 +109,15 @@ TRAIN, EVAL, JUDGE = 0, 1, 2
 def main(argv: list[str] | None = None) -> logging.Metrics:
     """Train, or only evaluate (--eval_only). Returns the last metrics."""
     args = parse_args(argv)
-    checkpoint.leave_if_stopped(args.out)
+    run_folder.leave_if_stopped(args.out)
     programs, problem = distributed.attempt(load_programs, args)  # before a GPU is touched
     ranks = distributed.start(args.timeout, args.hsdp, args.rollout_shards, problem)
     reward, environment, weigh = programs
     rows = load_rows(args)
-    fingerprint = checkpoint.fingerprint_of(args)  # equal on all ranks
-    checkpoint.compare_rows(rows.all)
+    fingerprint = identity.fingerprint_of(args)  # equal on all ranks
+    identity.compare_rows(rows.all)
     check_rows(args, rows, reward, environment)
-    args = checkpoint.choose_folder(args, fingerprint)
+    args = run_folder.choose_folder(args, fingerprint)
     state = TrainState(args.kl_coef, history=torch.zeros(2, len(rows.train)))
     checkpoints = checkpoint.Checkpoints(args, state, fingerprint)
     models = build_models(begun_before_replay(args, checkpoints), rows.processor, ranks.device)

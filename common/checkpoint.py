@@ -1,21 +1,15 @@
-"""What makes a run the same run, and its checkpoints: a folder step-N is complete or does not exist.
+"""The checkpoints of a run: a folder step-N is complete or does not exist.
 
     <out>/checkpoints/step-N/shard-*.safetensors    weights and optimizer states, by torch's DCP
                              state.json             counters, and the fingerprint of the run
                              COMMITTED.json         the sha256 of every file; written last
     <out>/export/step-N/                            weights in Hugging Face format
 
-    fingerprint_of   flags and what they name, the same on all ranks; a resume compares it
-    compare_rows     rows that were read, and sizes of their images, the same on all ranks
-    choose_folder    the folder of a run without --out
     Checkpoints      saves in the background, commits by rename, resumes on any number of ranks
 
 Nothing is read with pickle.
 """
 
-import ast
-import fcntl
-import hashlib
 import json
 import math
 import os
@@ -23,26 +17,22 @@ import re
 import shutil
 import socket
 import time
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Mapping
 from concurrent.futures import Future
-from contextlib import suppress
-from dataclasses import replace
-from datetime import datetime, timedelta
+from datetime import timedelta
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import transformers
 from packaging.version import Version
 from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from common import ROOT, VERSION
-from common.data.rows import Prompt
+from common import VERSION
 from common.distributed import (
     from_main,
     gather_objects,
@@ -51,391 +41,27 @@ from common.distributed import (
     say_once,
     stop_requested,
 )
-from common.flags import (
-    MODEL_IDENTITY,
-    RunArgs,
-    SomeArgs,
-    as_json,
-    fields_of,
-    map_parts,
-    parse_datasets,
-)
+from common.flags import MODEL_IDENTITY, fields_of
 from common.ground.files import (
     check_form,
     follow_pointer,
-    open_file,
-    plain_json,
     read_json,
-    read_text,
-    say,
     sha256,
     sync_folder,
     write_durably,
     write_link,
 )
-from common.ground.process import EXIT_PREEMPTED, GIVEN_UP, Exit, UserError, keep_errors
-from common.logging import Metrics, due, how_to_go_on, script_of
+from common.ground.process import GIVEN_UP, UserError
+from common.identity import VERSIONS, fingerprint_by_bytes
+from common.logging import Metrics, due, how_to_go_on
 from common.model import weights
 from common.model.fsdp import Trainable
 from common.model.vlm import Wrapper
-from common.user_code import files_of
+from common.run_folder import launcher, lock_folder, step_folders, write_holder
 
 # By role: actor, critic, judge; and a reference that moves, which has no optimizer.
 Roles = Mapping[str, Trainable | Wrapper]
 MOST_FAILURES = 3  # failed saves in a row that end a run
-
-
-# -------------------------------------------------------------------------------------------------
-# What makes a run the same run
-# -------------------------------------------------------------------------------------------------
-
-# What stands beside the flags, and is a warning if it has changed: versions, the script that runs, and
-# files that programs name.
-VERSIONS = ("torch", "transformers", "project", "script", "tables")
-ROWS = ("data", "eval_data", "ptx_data")  # flags that name files of rows
-ADDRESS = re.compile(r"(https?)://[^/\",\s]+")  # of a server
-
-
-def fingerprint_of(args: Any) -> dict:
-    """The value of every flag, with digests in place of the paths of what it names, which stand under
-    "named"; and versions.
-
-    All ranks must call. Raises UserError on every rank: what a flag names cannot be read, or two ranks
-    have different flags, or different files behind them.
-    """
-    values, named = as_json(args), paths_of(args)
-    for name, value in named.items():
-        with raise_on_all_ranks(f"--{name}: "):
-            values[name] = digest_value(name, value, named["image_root"])
-    with raise_on_all_ranks():
-        sources = named.get("reward", "") + recipe_text(named.get("reward_recipe", ""))
-        values |= {
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "project": weights.digest_files(project_files()),
-            "script": sha256(script_of(args))[:12],
-            "tables": digest_tables(named.values()),
-            "servers": ", ".join(sorted({match[0] for match in ADDRESS.finditer(sources)})),
-        }
-    compare_ranks(values)
-    return values | {"named": named}
-
-
-def paths_of(args: Any) -> dict[str, str]:
-    """The flags whose values have paths in them."""
-    fields = fields_of(type(args)).items()
-    return {name: getattr(args, name) for name, field in fields if field.metadata["paths"]}
-
-
-def project_files() -> list[Path]:
-    """Both scripts, and what they import of this project."""
-    return [*ROOT.glob("train_*.py"), *ROOT.glob("common/**/*.py")]
-
-
-def compare_ranks(values: dict) -> None:
-    """Raises UserError if a flag, or what it names, differs between two ranks; versions only warn."""
-    (host, first), *others = gather_objects((socket.gethostname(), values))
-    for rank, (other_host, other) in enumerate(others, start=1):
-        for name in first:
-            if first[name] == other[name]:
-                continue
-            difference = f"{name} is {first[name]!r} on rank 0 ({host})"
-            difference += f" and {other[name]!r} on rank {rank} ({other_host})"
-            if name not in VERSIONS:
-                raise UserError(
-                    f"--{difference}: all ranks need the same flags, and the same files behind them"
-                )
-            say_once(f"warning: {difference}")
-
-
-def compare_rows(rows: Iterable[Prompt]) -> None:
-    """Raises UserError if the rows that were read, or the sizes of their images, differ between two ranks,
-    as where a node lacks an image, and --on_bad_row skip leaves out its row."""
-    read = str([(row.source, len(row.input_ids), row.grids) for row in rows])
-    compare_ranks(
-        {"data, as rows and sizes of their images,": hashlib.sha256(read.encode()).hexdigest()}
-    )
-
-
-def digest_value(flag: str, value: str, image_root: str) -> str:
-    """A flag's value with digests in place of paths. Raises UserError: something cannot be read."""
-    if flag.endswith("model"):
-        return value if value in ("", "self", "ema") else weights.digest_model(value)
-    if flag in ROWS:
-        return digest_rows(value, image_root)
-    return digest_parts(recipe_text(value) if flag == "reward_recipe" else value)
-
-
-def recipe_text(value: str) -> str:
-    """A recipe of rewards, or the file of one, as JSON that is always written alike."""
-    text = read_text(value) if os.path.isfile(value) else value
-    return plain_json(text.encode()).decode()
-
-
-def digest_rows(spec: str, image_root: str) -> str:
-    """The value of a flag that names files of rows, by what is read of them: the rows as JSON, without empty
-    lines, and the sizes of the files that they name. Raises UserError."""
-    digests = []
-    for path, weight in parse_datasets(spec):
-        digest = hashlib.sha256()
-        with open_file(path) as file:
-            for line in filter(bytes.strip, file):
-                digest.update(plain_json(line))
-                sizes = listed_sizes(line, os.path.dirname(os.path.abspath(path)), image_root)
-                digest.update(str(sizes).encode())
-        digests.append(digest.hexdigest()[:12] + ("" if weight is None else f":{weight:g}"))
-    return ",".join(digests)
-
-
-def listed_sizes(line: bytes, folder: str, image_root: str) -> list[int]:
-    """The sizes of the files, such as pictures and videos, that a row names."""
-    sizes = []
-    for name in re.findall(rb'"((?:[^"\\\n]|\\.){1,400}\.\w{2,5})"', line):
-        for base in (folder, image_root):
-            with suppress(OSError, ValueError):
-                path = json.loads(b'"' + name + b'"').removeprefix("file://")
-                sizes.append(os.stat(os.path.join(base, path)).st_size)
-                break
-    return sizes
-
-
-def digest_parts(text: str) -> str:
-    """A text with digests in place of the programs, with what they import from their folders, and judges
-    that it names: see `map_parts`. The address of a server is a way to it: its path stays."""
-    if "." in text and os.path.isfile(text):  # a word is a rule, even where a file has its name
-        digests = sorted(map(sha256, files_of(Path(text).resolve())))
-        return hashlib.sha256("".join(digests).encode()).hexdigest()[:12]
-    judge = re.fullmatch(r'(grm|rm):([^",]+)', text)
-    if judge:
-        return f"{judge[1]}:{weights.digest_model(judge[2])}"
-    if "://" in text and not re.search('[",]', text):
-        return ADDRESS.sub(r"\1:", text)
-    return map_parts(text, digest_parts)
-
-
-def digest_tables(values: Iterable[str]) -> str:
-    """The files, such as tables, that programs of these flags name in their texts: their names and
-    digests. Raises UserError."""
-    programs = {path for value in values for path in re.findall(r'[^",:]+\.py', value)}
-    tables = {}
-    for program in filter(os.path.isfile, programs):
-        for file in files_of(Path(program).resolve()):
-            for table in files_named_in(file):
-                tables[table.name] = sha256(table)[:12]
-    return ", ".join(f"{name} {digest}" for name, digest in sorted(tables.items()))
-
-
-def files_named_in(program: Path) -> set[Path]:
-    """The files that texts of a program name, in its folder, in the folders that it names, and in the
-    working folder. Raises UserError: it is no Python."""
-    try:
-        tree = ast.parse(program.read_bytes() if program.suffix == ".py" else "")
-    except (SyntaxError, ValueError) as error:
-        raise UserError(f"{program}: {error}") from error
-    texts = {
-        node.value
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and len(node.value) < 400
-    }
-    texts = {text for text in texts if text.isprintable() and text.strip("./")}
-    bases = {program.parent, Path.cwd(), *(program.parent / text for text in texts)}
-    files = {base / text for base in bases if base.is_dir() for text in texts if "." in text}
-    return {file.resolve() for file in files if file.suffix != ".py" and file.is_file()}
-
-
-# What versions before "named" compared: all bytes of files. Programs of launch/ that the project has changed
-# since, with the digests of what it shipped then: such a change is the project's, as that of common/ is.
-SHIPPED_THEN = {
-    ROOT / "launch/reward_math.py": "6c5f5bfc1537",
-    ROOT / "launch/reward_vision.py": "ea332359be09",
-    ROOT / "launch/environments/hidden_picture.py": "074aef0f63fc",
-    ROOT / "launch/environments/tools.py": "01f44753e61b",
-    ROOT / "launch/environments/zoom.py": "55ff29355b4f",
-}
-
-
-def fingerprint_by_bytes(args: Any) -> dict[str, str]:
-    """The flags that name files as in a fingerprint of an earlier version. All ranks must call. Raises
-    UserError."""
-    values = {}
-    with raise_on_all_ranks():
-        for name, value in paths_of(args).items():
-            if name.endswith("model") and value not in ("", "self", "ema"):
-                values[name] = weights.digest_model(value, as_read=False)
-            elif not name.endswith("model"):
-                is_recipe = name == "reward_recipe" and os.path.isfile(value)
-                values[name] = parts_by_bytes(read_text(value) if is_recipe else value)
-    return values
-
-
-def parts_by_bytes(text: str) -> str:
-    """As `digest_parts`."""
-    if os.path.isfile(text):
-        file = Path(text).resolve()
-        if file in SHIPPED_THEN:
-            return SHIPPED_THEN[file]
-        digests = sorted(map(sha256, files_of(file)))
-        return hashlib.sha256("".join(digests).encode()).hexdigest()[:12]
-    judge = re.fullmatch(r'(grm|rm):([^",]+)', text)
-    if judge:
-        return f"{judge[1]}:{weights.digest_model(judge[2], as_read=False)}"
-    return map_parts(text, parts_by_bytes)
-
-
-# -------------------------------------------------------------------------------------------------
-# The folder of a run
-# -------------------------------------------------------------------------------------------------
-
-
-def choose_folder(args: SomeArgs, fingerprint: dict) -> SomeArgs:
-    """``args`` with the folder of a run without --out: a new one, which runs/latest then names. An
-    evaluation takes the one that runs/latest names; a restart by torchrun that of its first start.
-
-    All ranks must call. Raises UserError: the folder cannot be made.
-    """
-    folder = follow_pointer(args.out)
-    with raise_on_all_ranks("--out: "):
-        if args.out.name == RunArgs.out.name and is_main():
-            folder = find_folder(args) or new_folder(args, fingerprint)
-    return replace(args, out=from_main(folder))
-
-
-def find_folder(args: Any) -> Path | None:
-    """The folder in which an evaluation, or a restart by torchrun, goes on, if there is one."""
-    runs = args.out.parent
-    latest = follow_pointer(runs / "latest")
-    if args.eval_only and args.resume == "auto" and latest.is_dir():
-        return latest
-    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)):
-        for lock in sorted(runs.glob("*/.lock"), reverse=True):
-            if read_holder(lock).get("launcher") == launcher():
-                return lock.resolve().parent
-    return None
-
-
-def new_folder(args: RunArgs, fingerprint: dict) -> Path:
-    """A new folder in runs/, for this start alone."""
-    runs = args.out.parent
-    runs.mkdir(parents=True, exist_ok=True)
-    while True:
-        folder = runs / f"{datetime.now():%Y-%m-%d-%H%M%S}"
-        try:
-            folder.mkdir()
-            break
-        except FileExistsError:  # of another start in the same second
-            time.sleep(0.1)
-    if not args.eval_only:
-        mention_unfinished(follow_pointer(runs / "latest"), fingerprint)
-        write_link(runs / "latest", folder.name)
-    return folder
-
-
-def mention_unfinished(folder: Path, fingerprint: dict) -> None:
-    """Say how to go on with the run in a folder, if it is one of the same model and data and has not
-    reached its last step."""
-    checkpoints = step_folders(folder / "checkpoints")
-    if not checkpoints:
-        return
-    _, newest = checkpoints[0]
-    try:
-        saved = read_json(newest / "state.json", STATE_FORM)
-    except UserError:  # of another version, say: it is not this run's
-        return
-    before, step = saved["fingerprint"], saved["step"]
-    is_same = before.keys() >= fingerprint.keys() and all(
-        before[name] == fingerprint[name] for name in ("model", "data")
-    )
-    if is_same and step < before["steps"]:
-        say(
-            f"this is a new run; {folder}, of the same model and data, has stopped after step {step} of "
-            f"{before['steps']}: --config {folder}/args.json goes on with it"
-        )
-
-
-def launcher() -> str:
-    """The torchrun of this machine, which is the same when it starts its workers anew."""
-    return f"{socket.gethostname()} {os.getppid()} {os.environ.get('TORCHELASTIC_RUN_ID')}"
-
-
-def leave_if_stopped(out: Path) -> None:
-    """End a worker that torchrun has started anew because its predecessor was stopped by a signal, which
-    --max_restarts takes for a crash. A new torchrun goes on. Raises Exit."""
-    if not int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)):
-        return
-    is_unnamed = out.name == RunArgs.out.name
-    for lock in out.parent.glob("*/.lock") if is_unnamed else [follow_pointer(out) / ".lock"]:
-        if launcher() in read_holder(lock).get("stopped", []):
-            raise Exit(EXIT_PREEMPTED)
-
-
-def lock_folder(out: Path, advice: str = "") -> TextIO | None:
-    """Make this the only live run of a folder, which all ranks must see: rank 0 returns its lock. All
-    must call. Raises UserError, with ``advice``: a live run has it."""
-    mine = {
-        "process": f"process {os.getpid()} on {socket.gethostname()}",
-        "launcher": launcher(),
-        "job": os.environ.get("SLURM_JOB_ID"),
-        "restart": os.environ.get("SLURM_RESTART_COUNT"),  # how often the job was requeued
-        "began": time.time_ns(),
-    }
-    mine, file, lock = from_main(mine), None, out / ".lock"
-    with raise_on_all_ranks(f"--out {out}: "):
-        if is_main():
-            out.mkdir(parents=True, exist_ok=True)
-            file = take_lock(lock, mine, advice)
-            # Left by a process that was killed during a save or an export, and its tracebacks.
-            for pattern in ("checkpoints/.tmp-*", "export*/.step-*", "errors"):
-                for path in out.glob(pattern):
-                    shutil.rmtree(path)
-    with raise_on_all_ranks(f"--out {out}: "):
-        if not is_main() and read_holder(lock) != mine:  # each node would keep its shards
-            raise UserError(
-                f"on {socket.gethostname()} this is not rank 0's folder: use a file system that "
-                "all nodes share"
-            )
-    keep_errors(out)
-    return file
-
-
-def take_lock(path: Path, mine: dict, advice: str = "") -> TextIO:
-    """Hold the lock of a folder until the file is closed, or this process ends. Raises UserError: a
-    live run has it; OSError.
-
-    It is a lock of the process: its children do not hold it when it is killed. This process must not
-    open the file a second time, as closing that would drop the lock.
-    """
-    holder = read_holder(path)
-    # which can be read without opening it again; never the file behind a link
-    lock = open(path, "a+", opener=lambda name, how: os.open(name, how | os.O_NOFOLLOW, 0o666))
-    try:
-        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        is_this_job = mine["job"] and mine["job"] == holder.get("job")
-        if not is_this_job or mine["restart"] == holder.get("restart"):
-            who = holder.get("process", "of an earlier version")
-            raise UserError(f"it is in use by a live run, {who}{advice}") from error
-        path.unlink()  # of this job before it was requeued, on a machine that is gone
-        return take_lock(path, mine, advice)
-    except OSError as error:  # Lustre, say, without its mount option
-        say(f"warning: a second run in {path.parent} would not be refused: {error}")
-    write_holder(lock, mine)
-    return lock
-
-
-def write_holder(lock: TextIO, holder: dict) -> None:
-    """Write into a lock who has it."""
-    lock.truncate(0)
-    lock.write(json.dumps(holder))
-    lock.flush()
-    os.fsync(lock.fileno())
-
-
-def read_holder(lock: Path) -> dict:
-    """The run that has, or had, the lock of a folder, as `lock_folder` describes it; {}: none."""
-    try:
-        return read_json(lock)
-    except UserError:
-        return {}
 
 
 # -------------------------------------------------------------------------------------------------
@@ -530,14 +156,6 @@ def form_of(value: Any) -> Any:
     if type(value) is int:
         return range(LARGEST_COUNT)
     return int | float if isinstance(value, float) else type(value)
-
-
-def step_folders(folder: Path) -> list[tuple[int, Path]]:
-    """(step, folder) of every checkpoint, newest first. Raises OSError: they cannot be listed, which
-    does not mean that there is none."""
-    names = os.listdir(folder) if os.path.lexists(folder) else []
-    paths = [folder / name for name in names if re.fullmatch(r"step-\d+", name)]
-    return sorted([(int(path.name[5:]), path) for path in paths], reverse=True)
 
 
 def find_named(place: str) -> list[Path]:

@@ -29,11 +29,11 @@ import torch
 import torch.utils.collect_env
 
 from common import ROOT, distributed
-from common.checkpoint import step_folders
 from common.ground.files import read_records
 from common.ground.process import UserError
 from common.logging import environment
 from common.model.attention import REPLACEMENTS, choose_backend
+from common.run_folder import step_folders
 from launch import check_kernels, tool, toy
 
 LONGEST_GAP = {"float32": 1e-4, "bfloat16": 0.05}  # of a correct sampler

@@ -15,7 +15,7 @@ import pytest
 
 import ranks
 import train_ppo_vl as ppo
-from common import checkpoint
+from common import checkpoint, run_folder
 from common.ground import process
 from conftest import assert_same_records, reproducible, words, write_image, write_rows
 
@@ -121,7 +121,7 @@ def steps(out: Path) -> list[int]:
     """Steps of the complete checkpoints, newest first."""
     return [
         step
-        for step, path in checkpoint.step_folders(out / "checkpoints")
+        for step, path in run_folder.step_folders(out / "checkpoints")
         if (path / "COMMITTED.json").exists()
     ]
 

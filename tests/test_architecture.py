@@ -38,7 +38,9 @@ rewards      ground losses distributed child user_code flags buffers data model
 reports      ground distributed buffers data rewards
 envs         ground distributed child user_code flags sampling buffers data model
 rollout      ground logprobs distributed sampling buffers logging data model memory envs
-checkpoint   ground distributed user_code flags logging data model
+identity     ground distributed user_code flags logging data model
+run_folder   ground distributed flags
+checkpoint   ground distributed flags logging data model identity run_folder
 """
 PACKAGES = {package: set(imports) for package, *imports in map(str.split, TABLE.splitlines())}
 

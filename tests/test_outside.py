@@ -10,7 +10,7 @@ from packaging.version import Version
 
 import common
 import train_ppo_vl as ppo
-from common import checkpoint
+from common import identity
 from common.ground import versions
 from conftest import ROOT, user_error
 
@@ -43,7 +43,7 @@ def test_versions_that_were_tried_together_are_allowed():
 
 
 def test_the_digest_of_the_project_covers_both_scripts_and_all_of_common():
-    names = {path.relative_to(ROOT).as_posix() for path in checkpoint.project_files()}
+    names = {path.relative_to(ROOT).as_posix() for path in identity.project_files()}
     assert {"train_ppo_vl.py", "train_grm_vl.py"} < names
     assert names >= {path.relative_to(ROOT).as_posix() for path in (ROOT / "common").rglob("*.py")}
 

@@ -26,7 +26,7 @@ from safetensors.torch import load_file, save_file
 import ranks
 import train_grm_vl as grm
 import train_ppo_vl as ppo
-from common import checkpoint, distributed, logging, losses, user_code
+from common import checkpoint, distributed, identity, logging, losses, run_folder, user_code
 from common import flags as common_flags
 from common.data.loader import PromptLoader
 from common.model import weights as vlm_weights
@@ -142,12 +142,12 @@ def test_what_a_flag_names_counts_by_its_content(
     """Not by its path; and only in the flag that names it."""
     distributed.start(60.0, 0)
     monkeypatch.chdir(write_named(tmp_path / "others", life_task, qwen25))
-    elsewhere = checkpoint.fingerprint_of(args_of(line))
+    elsewhere = identity.fingerprint_of(args_of(line))
     monkeypatch.chdir(ones)
-    before = checkpoint.fingerprint_of(args_of(line))
+    before = identity.fingerprint_of(args_of(line))
     assert before == elsewhere
     change_content(Path(NAMED[line]))
-    after = checkpoint.fingerprint_of(args_of(line))
+    after = identity.fingerprint_of(args_of(line))
     assert {name for name in before if before[name] != after[name]} == {line.split()[0][2:]}
 
 
@@ -173,7 +173,7 @@ def test_what_is_not_read_does_not_count(ones, life_task):
     }
     os.chdir(ones)
     args = dataclasses.replace(ppo.Args(), **values)
-    before, by_bytes = checkpoint.fingerprint_of(args), checkpoint.fingerprint_by_bytes(args)
+    before, by_bytes = identity.fingerprint_of(args), identity.fingerprint_by_bytes(args)
     for name in ("rows.jsonl", "eval.jsonl"):
         rows = [json.loads(line) for line in (ones / name).read_text().splitlines()]
         lines = [json.dumps(dict(reversed(row.items())), indent=None) for row in rows]
@@ -188,31 +188,31 @@ def test_what_is_not_read_does_not_count(ones, life_task):
         "reward": "exact,http://node-2:9000/score",
     }
     args = dataclasses.replace(args, **moved)
-    after = checkpoint.fingerprint_of(args)
+    after = identity.fingerprint_of(args)
     changed = {name for name in before if before[name] != after[name]}
     assert changed == {"servers", "named"}
     assert (before["servers"], after["servers"]) == ("http://node-1:8000", "http://node-2:9000")
-    then = checkpoint.fingerprint_by_bytes(args)
+    then = identity.fingerprint_by_bytes(args)
     assert {name for name in then if by_bytes[name] != then[name]} == values.keys()
     args = dataclasses.replace(args, reward="exact,http://node-2:9000/other")
-    assert checkpoint.fingerprint_of(args)["reward"] != before["reward"]
+    assert identity.fingerprint_of(args)["reward"] != before["reward"]
 
 
 def test_pictures_of_rows_count_by_their_sizes(ones):
     """In whatever column; also below --image_root."""
     os.chdir(ones)
-    before = checkpoint.digest_rows("rows.jsonl", "")
+    before = identity.digest_rows("rows.jsonl", "")
     (ones / "1.png").write_bytes((ones / "1.png").read_bytes() + b"0")
-    after = checkpoint.digest_rows("rows.jsonl", "")
+    after = identity.digest_rows("rows.jsonl", "")
     assert before != after
     for name in ("sub", "root/sub"):
         (ones / name).mkdir(parents=True)
     write_rows(
         ones / "sub" / "rows.jsonl", [{"messages": [{"content": [{"image": "file://sub/a.png"}]}]}]
     )
-    first = checkpoint.digest_rows("sub/rows.jsonl", str(ones / "root"))
+    first = identity.digest_rows("sub/rows.jsonl", str(ones / "root"))
     (ones / "root" / "sub" / "a.png").write_bytes(b"0")
-    assert checkpoint.digest_rows("sub/rows.jsonl", str(ones / "root")) != first
+    assert identity.digest_rows("sub/rows.jsonl", str(ones / "root")) != first
 
 
 def test_the_script_and_tables_of_programs_are_told(ones, save, start, capfd, monkeypatch):
@@ -230,7 +230,7 @@ def test_the_script_and_tables_of_programs_are_told(ones, save, start, capfd, mo
     (ones / "tables" / "words.csv").write_text("b")
     fork = ones / "my_ppo.py"
     fork.write_text("# mine")
-    monkeypatch.setattr(checkpoint, "script_of", lambda args: fork)
+    monkeypatch.setattr(identity, "script_of", lambda args: fork)
     capfd.readouterr()
     assert resume(start(more)).step == 1
     told = capfd.readouterr().out
@@ -260,7 +260,7 @@ def test_a_checkpoint_of_before_named_is_compared_by_bytes(
         for file in (folder / "model").iterdir()
         if file.suffix in (".json", ".jinja", ".safetensors")
     )
-    fingerprint["eval_data"] = checkpoint.parts_by_bytes(str(life_task / "eval.jsonl"))
+    fingerprint["eval_data"] = identity.parts_by_bytes(str(life_task / "eval.jsonl"))
     (path / "state.json").write_text(json.dumps(saved))
     commit(path)
     begun = start(more)
@@ -294,7 +294,7 @@ def test_a_run_goes_on_with_our_programs_as_they_are_now(
     saved = read_json(path / "state.json")
     for name in ("named", "servers", "tables", "script"):
         del saved["fingerprint"][name]
-    for name, value in checkpoint.fingerprint_by_bytes(start(more).args).items():
+    for name, value in identity.fingerprint_by_bytes(start(more).args).items():
         saved["fingerprint"][name] = value
     saved["fingerprint"][flag] = recorded
     (path / "state.json").write_text(json.dumps(saved))
@@ -316,11 +316,11 @@ def test_a_program_counts_with_what_it_imports_from_its_folder(tmp_path, monkeyp
     (tmp_path / "scored.py").write_text("def score(rewards):\n    import late_bits\n")
     spec = f"{tmp_path}/scored.py:score"
     user_code.load_function("--reward", spec, "rewards")
-    before = checkpoint.digest_parts(spec)
+    before = identity.digest_parts(spec)
     (tmp_path / "unused.py").write_text("N = 1\n")
-    assert checkpoint.digest_parts(spec) == before
+    assert identity.digest_parts(spec) == before
     (tmp_path / "bits_of_it.py").write_text("N = 2\n")
-    assert checkpoint.digest_parts(spec) != before
+    assert identity.digest_parts(spec) != before
 
 
 @pytest.mark.parametrize("place", [0, 5_000_000, -1])
@@ -348,7 +348,7 @@ def compare_members(lines: list[str], folders: list[str]) -> None:
     distributed.start(60.0, 0)
     for line in lines:
         try:
-            checkpoint.fingerprint_of(args_of(line))
+            identity.fingerprint_of(args_of(line))
             distributed.say_once(f"{line}: equal")
         except checkpoint.UserError as error:
             distributed.say_once(f"{line}: {error}")
@@ -397,7 +397,7 @@ def other_node(folder: str, versions: bool = False) -> None:
     if os.environ["RANK"] == "1":
         os.chdir("node-1")
         if versions:
-            checkpoint.transformers.__version__ = "5.0.0"
+            identity.transformers.__version__ = "5.0.0"
 
 
 @pytest.mark.slow
@@ -476,8 +476,8 @@ def start(flags, out) -> Callable:
 
     def begin(more: str = "", folder: Path = out) -> checkpoint.Checkpoints:
         args = ppo.parse_args(flags(folder, more))
-        fingerprint = checkpoint.fingerprint_of(args)
-        args = checkpoint.choose_folder(args, fingerprint)
+        fingerprint = identity.fingerprint_of(args)
+        args = run_folder.choose_folder(args, fingerprint)
         state = ppo.TrainState(args.kl_coef, history=torch.zeros(2, 4))
         return checkpoint.Checkpoints(args, state, fingerprint)
 
@@ -563,7 +563,7 @@ def test_an_evaluation_is_held_to_the_model_alone(save, start):
         resume(start(f"{more} --lora_rank 2"))
 
 
-@pytest.mark.parametrize("name", checkpoint.VERSIONS)
+@pytest.mark.parametrize("name", identity.VERSIONS)
 def test_other_versions_are_a_warning(save, start, capfd, name):
     path = save(1)
     saved = read_json(path / "state.json")
@@ -664,7 +664,7 @@ def test_resume_choices(save, start, tmp_path, out):
     (tmp_path / "fresh" / "metrics.jsonl").write_text("")
     with user_error("--resume never: .*fresh already holds a run"):
         start("--resume never", tmp_path / "fresh").path
-    checkpoint.write_link(out / "checkpoints" / "latest", "step-1")
+    run_folder.write_link(out / "checkpoints" / "latest", "step-1")
     for number, (place, path) in enumerate(
         {
             out: newest,
@@ -764,7 +764,7 @@ def begin(*line: object) -> checkpoint.Checkpoints:
     """The same command line up to where models would be built, with nothing added."""
     args = ppo.parse_args(words(*line))
     state = ppo.TrainState(args.kl_coef, history=torch.zeros(2, 4))
-    return checkpoint.Checkpoints(args, state, checkpoint.fingerprint_of(args))
+    return checkpoint.Checkpoints(args, state, identity.fingerprint_of(args))
 
 
 def test_an_evaluation_never_takes_the_initial_weights_for_the_runs(
@@ -783,7 +783,7 @@ def test_an_evaluation_never_takes_the_initial_weights_for_the_runs(
             begin(*argv)
     export = run / "export" / "step-7"
     shutil.copytree(qwen25, export)
-    checkpoint.write_link(export.parent / "latest", export.name)
+    run_folder.write_link(export.parent / "latest", export.name)
     for argv in commands:
         with user_error(f"its export: --model {run}/export/latest --out NEW; {itself}"):
             begin(*argv)
@@ -904,10 +904,10 @@ def test_a_damaged_one_takes_no_place_of_a_good_one(save, start):
     assert begun.path == paths[1]
     save(3)
     begun.delete_old(3)
-    assert [step for step, _ in checkpoint.step_folders(begun.folder)] == [3, 2, 1]
+    assert [step for step, _ in run_folder.step_folders(begun.folder)] == [3, 2, 1]
     begun.damaged.clear()
     begun.delete_old(3)
-    assert [step for step, _ in checkpoint.step_folders(begun.folder)] == [3, 2]
+    assert [step for step, _ in run_folder.step_folders(begun.folder)] == [3, 2]
 
 
 def test_what_cannot_be_read_is_no_reason_to_start_over(save, start, out, tmp_path):
@@ -1057,7 +1057,7 @@ def test_file_system_without_locks(start, out, monkeypatch, capfd):
     def locked(file, operation):
         raise OSError(errno.ENOSYS, "Function not implemented")
 
-    monkeypatch.setattr(checkpoint.fcntl, "lockf", locked)
+    monkeypatch.setattr(run_folder.fcntl, "lockf", locked)
     start()
     told = capfd.readouterr().out
     assert f"warning: a second run in {out} would not be refused: [Errno {errno.ENOSYS}]" in told
@@ -1095,9 +1095,9 @@ def choose(unnamed) -> Callable:
 
     def begin(more: str = "") -> Path:
         args = ppo.parse_args(unnamed(more))
-        out = checkpoint.choose_folder(args, checkpoint.fingerprint_of(args)).out
+        out = run_folder.choose_folder(args, identity.fingerprint_of(args)).out
         (out / ".lock").write_text(
-            json.dumps(checkpoint.read_holder(out / ".lock") | {"launcher": checkpoint.launcher()})
+            json.dumps(run_folder.read_holder(out / ".lock") | {"launcher": run_folder.launcher()})
         )
         return out
 
@@ -1109,12 +1109,12 @@ def test_each_start_without_out_is_a_new_folder(choose, monkeypatch):
 
     moments = iter((5, 5, 5, 6, 6, 7, 8))
 
-    class Clock(checkpoint.datetime):
+    class Clock(run_folder.datetime):
         @classmethod
         def now(cls):
             return cls(2026, 1, 2, 3, 4, next(moments))
 
-    monkeypatch.setattr(checkpoint, "datetime", Clock)
+    monkeypatch.setattr(run_folder, "datetime", Clock)
     for second in (5, 6, 7):
         folder = choose()
         assert folder == Path.cwd() / "runs" / f"2026-01-02-03040{second}"
@@ -1157,7 +1157,7 @@ def test_an_unfinished_run_is_mentioned(choose, unnamed, capfd, saved, more, tol
     if saved:
         path = folder / "checkpoints" / f"step-{saved}"
         path.mkdir(parents=True)
-        fingerprint = checkpoint.fingerprint_of(args)
+        fingerprint = identity.fingerprint_of(args)
         (path / "state.json").write_text(json.dumps({"step": saved, "fingerprint": fingerprint}))
     capfd.readouterr()
     assert choose(more) != folder
