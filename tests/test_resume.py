@@ -27,9 +27,9 @@ import ranks
 import train_grm_vl as grm
 import train_ppo_vl as ppo
 from common import checkpoint, distributed, identity, logging, losses, run_folder, user_code
-from common import flags as common_flags
 from common.data.loader import PromptLoader
-from common.model import weights as vlm_weights
+from common.flags import MODEL_IDENTITY, as_typed, fields_of
+from common.model.weights import digest_files, digest_model
 from conftest import ROOT, read_json, table, user_error, words, write_rows
 from helpers import change_weight
 from lives import (
@@ -69,11 +69,11 @@ LENGTH = {"steps", "max_epochs"}
 @pytest.mark.parametrize("script, more", [(ppo, WAY_OF_PPO), (grm, WAY_OF_GRM)])
 def test_every_flag_is_of_the_run_its_length_or_its_way(script, more):
     """A new flag is put into one of the rows by hand: here if a resumed run takes it as it is now."""
-    names = {*common_flags.fields_of(script.Args)}
+    names = {*fields_of(script.Args)}
     length = names & LENGTH
     assert script.IDENTITY <= names and not script.IDENTITY & length
     assert names - script.IDENTITY - length == {*WAY, *more}
-    assert {*common_flags.MODEL_IDENTITY} < script.IDENTITY
+    assert {*MODEL_IDENTITY} < script.IDENTITY
 
 
 NAMES_FILES = r"JSONL|file\.py|\.json file|model folder|checkpoint to train|checkpoint of any size"
@@ -83,7 +83,7 @@ def test_flags_that_name_files_are_known():
     """By ``paths`` in their declaration; an image's bytes are not read for it."""
     naming = {line.split()[0][2:] for line in NAMED} | {"image_root"}
     for script in (ppo, grm):
-        fields = common_flags.fields_of(script.Args).values()
+        fields = fields_of(script.Args).values()
         assert {field.name for field in fields if field.metadata["paths"]} <= naming
         for field in fields:
             if re.search(NAMES_FILES, field.metadata["help"]):
@@ -94,7 +94,7 @@ def test_what_belongs_to_flags_is_state():
     state = ppo.TrainState(0.1)
     assert ppo.DEPENDS_ON.keys() <= vars(state).keys()
     of_it = {name for names in ppo.DEPENDS_ON.values() for name in names}
-    assert of_it <= common_flags.fields_of(ppo.Args).keys()
+    assert of_it <= fields_of(ppo.Args).keys()
 
 
 # ----------------------------------------------------------------------------- the fingerprint
@@ -255,7 +255,7 @@ def test_a_checkpoint_of_before_named_is_compared_by_bytes(
         del fingerprint[name]
     rows = hashlib.sha256((folder / "rows.jsonl").read_bytes()).hexdigest()
     fingerprint["data"] = hashlib.sha256(rows.encode()).hexdigest()[:12]
-    fingerprint["model"] = vlm_weights.digest_files(
+    fingerprint["model"] = digest_files(
         file
         for file in (folder / "model").iterdir()
         if file.suffix in (".json", ".jinja", ".safetensors")
@@ -328,15 +328,15 @@ def test_another_revision_has_the_same_names_and_sizes(ones, place):
     """Weights of ten million bytes: others at the start, in the middle and at the end are seen."""
     weights = ones / "model" / "model.safetensors"
     weights.write_bytes(bytes(10_000_000))
-    before = vlm_weights.digest_model(str(ones / "model"))
+    before = digest_model(str(ones / "model"))
     data = bytearray(weights.read_bytes())
     data[place] = 1
     weights.write_bytes(data)
-    assert vlm_weights.digest_model(str(ones / "model")) != before
+    assert digest_model(str(ones / "model")) != before
     (ones / "model" / "README.md").write_text("not read")
     data[place] = 0
     weights.write_bytes(data)
-    assert vlm_weights.digest_model(str(ones / "model")) == before
+    assert digest_model(str(ones / "model")) == before
 
 
 def compare_members(lines: list[str], folders: list[str]) -> None:
@@ -755,7 +755,7 @@ def test_a_state_of_wrong_types_of_the_judge(save, tmp_path):
 def recorded_run(start: Callable, out: Path) -> Path:
     """The folder of a run that has taken no step yet."""
     args = start().args
-    (out / "args.json").write_text(json.dumps(common_flags.as_typed(args)))
+    (out / "args.json").write_text(json.dumps(as_typed(args)))
     (out / "metrics.jsonl").write_text("")
     return out
 
@@ -807,7 +807,7 @@ def test_what_a_run_began_from_is_not_what_it_is(start, save, out, tmp_path):
     first, new = save(1), tmp_path / "new"
     args = start(f"--resume {first}", new).args
     newest = save(2, f"--resume {first}", new)
-    (new / "args.json").write_text(json.dumps(common_flags.as_typed(args)))
+    (new / "args.json").write_text(json.dumps(as_typed(args)))
     by_config = words("--eval_only --config", new / "args.json")
     assert begin(*by_config, "--out", str(new)).path == newest
     assert begin(*by_config, "--resume", str(first)).path == first

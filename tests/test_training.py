@@ -24,10 +24,10 @@ import ranks
 import train_grm_vl as grm
 import train_ppo_vl as ppo
 from common import distributed, logging, losses
-from common import flags as common_flags
 from common.data.processor import Processor
 from common.data.rows import load_prompts
 from common.distributed import gather_objects, raise_on_all_ranks
+from common.flags import DataArgs
 from common.ground import process
 from common.ground.cards import sample_card
 from common.model import fsdp, vlm
@@ -774,7 +774,7 @@ def test_what_a_run_tells(qwen25, task, tmp_path, capsys, monkeypatch):
         assert step[f"train/advantages_{name}"] == pytest.approx(
             getattr(np, name)(per_token), abs=1e-4
         )
-    rows = load_prompts(str(task / "train.jsonl"), Processor(qwen25), common_flags.DataArgs())
+    rows = load_prompts(str(task / "train.jsonl"), Processor(qwen25), DataArgs())
     total = [len(rows[sample["index"]].input_ids) + sample["response_length"] for sample in samples]
     assert step["rollout/total_length"] == pytest.approx(np.mean(total))
     assert all(

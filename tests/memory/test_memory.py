@@ -16,7 +16,7 @@ import train_ppo_vl as ppo
 from common import losses
 from common.looks.teacher import follow_average
 from common.model import fsdp, packs
-from common.model import weights as vlm_weights
+from common.model.weights import shard_of
 from conftest import (
     computing,
     rounding,
@@ -278,12 +278,12 @@ def test_every_tensor_of_a_model_and_of_a_state_is_moved(qwen25, picture_rows, m
     before = dict(env.reference.named_parameters())
     fsdp.move(env.reference, env.ranks.device)
     tensors_of = [*env.reference.parameters(), *env.reference.buffers()]
-    assert {vlm_weights.shard_of(t).data_ptr() for t in tensors_of} == {
+    assert {shard_of(t).data_ptr() for t in tensors_of} == {
         tensor.data_ptr() for _, tensor in MOVED
     }
     assert all(before[name] is p for name, p in env.reference.named_parameters())
     assert sum(size for size, _ in MOVED) == sum(
-        vlm_weights.shard_of(t).numel() * t.element_size() for t in tensors_of
+        shard_of(t).numel() * t.element_size() for t in tensors_of
     )
 
 
@@ -296,14 +296,12 @@ def test_a_gpu_is_relieved(gpu, qwen25, picture_rows):
     expected = score(env.reference, batch)
 
     def weights():
-        return [vlm_weights.shard_of(parameter) for parameter in env.reference.parameters()]
+        return [shard_of(parameter) for parameter in env.reference.parameters()]
 
     def optimizer_state():
         states = trained.optimizer.state.values()
         return [
-            vlm_weights.shard_of(state[name])
-            for state in states
-            for name in ("exp_avg", "exp_avg_sq", "ema")
+            shard_of(state[name]) for state in states for name in ("exp_avg", "exp_avg_sq", "ema")
         ]
 
     for part, held in ((env.reference, weights), (trained, optimizer_state)):

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 import train_grm_vl as grm
 import train_ppo_vl as ppo
 from common.model import adapters, build, fsdp, packs
-from common.model import weights as vlm_weights
+from common.model.weights import export
 from conftest import (
     ROUNDING,
     computing,
@@ -209,7 +209,7 @@ def test_the_reference_is_the_model_without_adapters(env, qwen25, picture_rows):
 
 
 def test_export_is_merged_and_the_adapter_stands_beside_it(env, qwen25, tmp_path):
-    vlm_weights.export(env.actor, env.processor.save, tmp_path / "hf")
+    export(env.actor, env.processor.save, tmp_path / "hf")
     expected = score(env.actor, env.batch)
     merged = hugging_face(tmp_path / "hf").requires_grad_(False)
     assert (hugging_face_logprobs(env, merged, {}) - expected).abs().max() < ROUNDING
@@ -241,7 +241,7 @@ def test_export_is_merged_and_the_adapter_stands_beside_it(env, qwen25, tmp_path
         hugging_face_logprobs(env, base.requires_grad_(False), {}) - expected
     ).abs().max() < ROUNDING
     # again, over the first
-    vlm_weights.export(env.actor, env.processor.save, tmp_path / "hf")
+    export(env.actor, env.processor.save, tmp_path / "hf")
 
 
 def test_the_adapter_of_a_critic_names_its_own_base(qwen25, picture_rows, tmp_path):
@@ -249,7 +249,7 @@ def test_the_adapter_of_a_critic_names_its_own_base(qwen25, picture_rows, tmp_pa
     other = shutil.copytree(qwen25, tmp_path / "other")
     env = start(qwen25, picture_rows, LORA, "--critic_model", other)
     for module, base in ((env.actor, qwen25), (env.critic, other)):
-        vlm_weights.export(module, env.processor.save, tmp_path / "hf")
+        export(module, env.processor.save, tmp_path / "hf")
         config = read_json(tmp_path / "hf" / "adapter" / "adapter_config.json")
         assert config["base_model_name_or_path"] == str(base)
 
@@ -316,7 +316,7 @@ def test_other_families(kind, picture_rows, tmp_path, capfd):
     stir(env.actor)
     batch = ppo.rollout(env.actor, take(env), env.sampling, 2)
     assert (score(env.actor, batch) - batch.logprobs).abs().max() < ROUNDING
-    vlm_weights.export(env.actor, env.processor.save, tmp_path / "hf")
+    export(env.actor, env.processor.save, tmp_path / "hf")
     other = start(tmp_path / "hf", tmp_path / "base" / "rows.jsonl", "--advantage grpo")
     assert (score(other.actor, batch) - batch.logprobs).abs().max() < ROUNDING
     targets = {name.rpartition(".")[2] for name in env.actor.model.setup.adapter["target_modules"]}

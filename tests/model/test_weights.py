@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from common.data.folder import SMALL_FILES
-from common.model import weights as vlm_weights
 from common.model.adapters import LoRALinear
+from common.model.weights import digest_files, export
 from conftest import marked, read_json, same_tensors, save_weights, seeded, start, write_checkpoint
 from families import KINDS, TEXT_ONLY, write_family
 from helpers import tensors
@@ -48,7 +48,7 @@ def move(module) -> None:
 
 
 def exported(env, folder) -> dict[str, torch.Tensor]:
-    assert vlm_weights.export(env.actor, env.processor.save, folder) is None
+    assert export(env.actor, env.processor.save, folder) is None
     return tensors(folder)
 
 
@@ -95,7 +95,7 @@ def test_adapters_are_added_to_the_values_in_the_files(kind, tmp_path, picture_r
     for layer in (part for part in env.actor.modules() if isinstance(part, LoRALinear)):
         with torch.no_grad():
             layer.lora_B.to_local().normal_(std=0.2, generator=seeded(1))
-    assert vlm_weights.export(env.actor, env.processor.save, out) is None
+    assert export(env.actor, env.processor.save, out) is None
     after, adapter = tensors(out), load_file(out / "adapter" / "adapter_model.safetensors")
     sums = []
     for name in read_json(out / "adapter" / "adapter_config.json")["target_modules"]:
@@ -144,7 +144,7 @@ def test_a_value_head_is_written_and_read(named, shard_size, tmp_path, picture_r
     with torch.no_grad():
         weight.to_local().fill_(3.0)
     out = tmp_path / "export"
-    assert vlm_weights.export(env.critic, env.processor.save, out) is None
+    assert export(env.critic, env.processor.save, out) is None
     before, after = tensors(source), tensors(out)
     before.pop(f"{named}.weight", None)
     assert after.pop(f"{named or 'score'}.weight").unique().tolist() == [3.0]
@@ -193,13 +193,13 @@ def test_files_that_are_gone_or_others_are_a_message(tmp_path, picture_rows):
     weights = tensors(source)
     lost = "model.layers.0.mlp.up_proj.weight"
     save_weights(source, {key: w for key, w in weights.items() if key != lost})
-    problem = vlm_weights.export(env.actor, env.processor.save, tmp_path / "export")
+    problem = export(env.actor, env.processor.save, tmp_path / "export")
     assert problem == f"{source} has other weights now than when the run started"
     setup = env.actor.model.setup
-    setup.digest = vlm_weights.digest_files([source / "model.safetensors"])
-    problem = vlm_weights.export(env.actor, env.processor.save, tmp_path / "export")
+    setup.digest = digest_files([source / "model.safetensors"])
+    problem = export(env.actor, env.processor.save, tmp_path / "export")
     assert problem == f"{source} has no {lost}, which was trained"
     (source / "model.safetensors").unlink()
-    assert "No such file" in vlm_weights.export(env.actor, env.processor.save, tmp_path / "export")
+    assert "No such file" in export(env.actor, env.processor.save, tmp_path / "export")
     assert not list(tmp_path.glob("export*"))
     assert not list(tmp_path.glob(".export*"))
