@@ -71,7 +71,7 @@ def test_every_flag_is_of_the_run_its_length_or_its_way(script, more):
     """A new flag is put into one of the rows by hand: here if a resumed run takes it as it is now."""
     names = {*fields_of(script.Args)}
     length = names & LENGTH
-    assert script.IDENTITY <= names and not script.IDENTITY & length
+    assert script.IDENTITY - {"thoughts"} <= names and not script.IDENTITY & length
     assert names - script.IDENTITY - length == {*WAY, *more}
     assert {*MODEL_IDENTITY} < script.IDENTITY
 
@@ -160,7 +160,7 @@ def change_content(path: Path) -> None:
     path.write_bytes(content + more.encode())
 
 
-def test_what_is_not_read_does_not_count(ones, life_task):
+def test_what_is_not_read_does_not_count(ones, life_task, monkeypatch):
     """Spaces, empty lines and the order of names in JSON; files of a trainer beside a model; a file that is
     called as a rule; the address of a server. Each of them counted before "named"."""
     distributed.start(60.0, 0)
@@ -171,7 +171,7 @@ def test_what_is_not_read_does_not_count(ones, life_task):
         "reward_recipe": recipe,
         "reward": "exact,http://node-1:8000/score",
     }
-    os.chdir(ones)
+    monkeypatch.chdir(ones)
     args = dataclasses.replace(ppo.Args(), **values)
     before, by_bytes = identity.fingerprint_of(args), identity.fingerprint_by_bytes(args)
     for name in ("rows.jsonl", "eval.jsonl"):
@@ -198,9 +198,9 @@ def test_what_is_not_read_does_not_count(ones, life_task):
     assert identity.fingerprint_of(args)["reward"] != before["reward"]
 
 
-def test_pictures_of_rows_count_by_their_sizes(ones):
+def test_pictures_of_rows_count_by_their_sizes(ones, monkeypatch):
     """In whatever column; also below --image_root."""
-    os.chdir(ones)
+    monkeypatch.chdir(ones)
     before = identity.digest_rows("rows.jsonl", "")
     (ones / "1.png").write_bytes((ones / "1.png").read_bytes() + b"0")
     after = identity.digest_rows("rows.jsonl", "")
@@ -273,38 +273,46 @@ def test_a_checkpoint_of_before_named_is_compared_by_bytes(
 
 
 # What runs of commit 0187b0b have recorded of programs of launch/, which have changed since.
-OF_0187B0B = [
-    ("reward", "launch/reward_vision.py:words", "ea332359be09:words"),
-    ("env", "launch/environments/tools.py:Calculator", "01f44753e61b:Calculator"),
-]
+OF_0187B0B = {
+    "reward": ("launch/reward_vision.py:words", "ea332359be09:words"),
+    "env": ("launch/environments/tools.py:Calculator", "01f44753e61b:Calculator"),
+}
 
 
-@pytest.mark.parametrize("flag, program, recorded", OF_0187B0B)
-@pytest.mark.parametrize("way", ["flags", "config"])
-def test_a_run_goes_on_with_our_programs_as_they_are_now(
-    save, start, tmp_path, flag, program, recorded, way
-):
-    """With the same flags, or by the args.json of its folder. One with a program that its user had changed
-    is refused."""
-    more = f"--{flag} {ROOT / program} --max_tokens_per_pack 2000"
-    if way == "config":
-        (tmp_path / "args.json").write_text(json.dumps({flag: str(ROOT / program)}))
-        more = f"--config {tmp_path}/args.json"
-    path = save(1, f"--{flag} {ROOT / program} --max_tokens_per_pack 2000")
-    saved = read_json(path / "state.json")
+def record(path: Path, fingerprint: dict) -> None:
+    """Let a checkpoint have this fingerprint, without what that commit did not know."""
     for name in ("named", "servers", "tables", "script"):
-        del saved["fingerprint"][name]
-    for name, value in identity.fingerprint_by_bytes(start(more).args).items():
-        saved["fingerprint"][name] = value
-    saved["fingerprint"][flag] = recorded
+        fingerprint.pop(name, None)
+    saved = read_json(path / "state.json") | {"fingerprint": fingerprint}
     (path / "state.json").write_text(json.dumps(saved))
     commit(path)
+
+
+@pytest.mark.parametrize("flag", OF_0187B0B)
+def test_a_run_goes_on_with_our_programs_as_they_are_now(save, start, flag):
+    """But not with one that its user had changed."""
+    program, recorded = OF_0187B0B[flag]
+    more = f"--{flag} {ROOT / program} --max_tokens_per_pack 2000"
+    path, args = save(1, more), start(more).args
+    before = read_json(path / "state.json")["fingerprint"] | identity.fingerprint_by_bytes(args)
+    record(path, before | {flag: recorded})
     assert resume(start(more)).step == 1
-    saved["fingerprint"][flag] = recorded.replace(recorded[:12], "0" * 12)
-    (path / "state.json").write_text(json.dumps(saved))
-    commit(path)
-    with user_error(f"is of another run: --{flag} '000000000000:"):
+    record(path, before | {flag: "0" * 12})
+    with user_error(f"is of another run: --{flag} '000000000000' -> "):
         resume(start(more))
+
+
+def test_a_run_goes_on_by_the_args_json_of_then(save, life_task, qwen25, out):
+    """It had every flag, with what "auto" stood for."""
+    path = save(1)
+    flags = read_json(Path(__file__).with_name("args_0187b0b.json"))
+    flags |= {"model": str(qwen25), "data": str(life_task / "rows.jsonl"), "out": str(out)}
+    flags["env"] = str(ROOT / flags["env"])
+    (out / "args.json").write_text(json.dumps(flags))
+    line = ["--config", out / "args.json"]
+    args = begin(*line).args
+    record(path, flags | identity.fingerprint_by_bytes(args) | {"env": OF_0187B0B["env"][1]})
+    assert resume(begin(*line)).step == 1
 
 
 def test_a_program_counts_with_what_it_imports_from_its_folder(tmp_path, monkeypatch):
@@ -469,19 +477,21 @@ def test_nodes_that_share_no_folder(flags, tmp_path):
 
 
 # ----------------------------------------------------------------------------- what a resume does with it
+def begin(*line: object) -> checkpoint.Checkpoints:
+    """As a script starts with this command line, up to where models would be built."""
+    args = ppo.parse_args(words(*line))
+    fingerprint = identity.fingerprint_of(args)
+    args = run_folder.choose_folder(args, fingerprint)
+    state = ppo.TrainState(args.kl_coef, history=torch.zeros(2, 4))
+    return checkpoint.Checkpoints(args, state, fingerprint)
+
+
 @pytest.fixture
 def start(flags, out) -> Callable:
-    """start("--more flags"): as a script starts, up to where models would be built."""
+    """start("--more flags"): `begin` of a run of two steps."""
     distributed.start(60.0, 0)
 
-    def begin(more: str = "", folder: Path = out) -> checkpoint.Checkpoints:
-        args = ppo.parse_args(flags(folder, more))
-        fingerprint = identity.fingerprint_of(args)
-        args = run_folder.choose_folder(args, fingerprint)
-        state = ppo.TrainState(args.kl_coef, history=torch.zeros(2, 4))
-        return checkpoint.Checkpoints(args, state, fingerprint)
-
-    return begin
+    return lambda more="", folder=out: begin(*flags(folder, more))
 
 
 @pytest.fixture
@@ -758,13 +768,6 @@ def recorded_run(start: Callable, out: Path) -> Path:
     (out / "args.json").write_text(json.dumps(as_typed(args)))
     (out / "metrics.jsonl").write_text("")
     return out
-
-
-def begin(*line: object) -> checkpoint.Checkpoints:
-    """The same command line up to where models would be built, with nothing added."""
-    args = ppo.parse_args(words(*line))
-    state = ppo.TrainState(args.kl_coef, history=torch.zeros(2, 4))
-    return checkpoint.Checkpoints(args, state, identity.fingerprint_of(args))
 
 
 def test_an_evaluation_never_takes_the_initial_weights_for_the_runs(
