@@ -31,7 +31,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from common import checkpoint, distributed
+from common import distributed, identity
 from common.flags import Parser
 from common.ground import process
 from common.ground.files import UserError, write_durably
@@ -62,7 +62,7 @@ def main(argv: list[str] | None = None) -> None:
         distributed.say_once("warning: the machines differ")
     share_folder(args.out, wait)
     distributed.say_once(f"--out {args.out}: one folder, in which every machine can write")
-    checkpoint.fingerprint_of(args)
+    identity.fingerprint_of(args)
     distributed.say_once("the flags, and the files behind them, are the same")
     size, seconds = time_all_reduce(ranks)
     distributed.say_once(f"all-reduce of {size >> 20} MiB: right, {1000 * seconds:.1f} ms")

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 import ranks
-from conftest import words
+from conftest import ROOT, words
 from launch import preflight
 
-SCRIPT = preflight.checkpoint.ROOT / "train_ppo_vl.py"
+SCRIPT = ROOT / "train_ppo_vl.py"
 
 
 def elsewhere(folder: str) -> None:
