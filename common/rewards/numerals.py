@@ -37,7 +37,9 @@ ENGLISH = (
 # 三千零五, 十二, 二〇二五; but not those in 第一 (the first), 统一 or 三明治 (a sandwich): a word begins before
 # them and something that is counted, or nothing, follows
 DIGIT = "[一二两三四五六七八九]"
-THOUSANDS = rf"(?:{DIGIT}千)?零?(?:{DIGIT}百)?零?(?:{DIGIT}?十)?零?{DIGIT}?"
+# 一百五 is 150 in Chinese, and 105 in Japanese: neither is read
+LAST_DIGIT = f"(?:(?<![百千万亿]){DIGIT})?"
+THOUSANDS = rf"(?:{DIGIT}千)?零?(?:{DIGIT}百)?零?(?:{DIGIT}?十)?零?{LAST_DIGIT}"
 COUNTED = "个個只隻条條张張本位名辆輛头頭棵朵块塊支把杯件双雙人台枚匹つ"
 CHINESE = (
     rf"(?<![^\W是有共为為约約])(?:零|(?=[十{DIGIT[1:]})(?:{THOUSANDS}亿)?(?:{THOUSANDS}万)?{THOUSANDS}"

@@ -88,6 +88,7 @@ MIXED = (  # numbers that are partly words: minus 3   2.5 million
 LETTER_SCALES = {"k": "e3", "M": "e6", "B": "e9", "bn": "e9"}
 TOUCHING = re.compile(rf"(?<![\w.,])({NUMBER})([kKMB]|(?i:bn))(?!\w)", re.ASCII)
 APART = re.compile(r"\d(?:[\s~{}]|\\[a-z]+|\\[,;: !])+([kKMB])(?!\w)", re.ASCII)
+SMALL_B = re.compile(r"\db(?!\w)", re.ASCII)  # no scale, so 12B beside it is a seat, too: 12b
 # A calculation before its result: 2 + 1 = 3
 SUM = re.compile(
     rf"(?<![\w.)+*/-])[+-]?{NUMBER}(?:\s*(?:[-+*/×÷·x]|\\times|\\cdot|\\div)\s*{NUMBER})+"
@@ -103,6 +104,7 @@ LETTER_SET = re.compile(
 # Axes may be named: click(x=10, y=20)   {"x": 10, "y": 20}
 DECIMAL = r"[-+]?(?:\d{1,25}\.?\d{0,25}|\.\d{1,25})(?:[eE][-+]?\d{1,2})?"
 COORDINATE = rf"""\s*(?:["']?[xy][12]?["']?\s*[=:]\s*)?{DECIMAL}\s*"""
+NAMED_NUMBER = re.compile(rf"""([xy])[12]?["']?\s*[=:]\s*({DECIMAL})""")
 PLACE = rf"{COORDINATE},{COORDINATE}(?:(?:,|\)\s*,\s*\(){COORDINATE},{COORDINATE})?"
 REGION = rf"[\[({{<]({PLACE})[\])}}>]"
 Y_FIRST = r"""["']box_2d["']\s*:\s*"""  # Gemini's
@@ -290,8 +292,9 @@ def listed_letters(text: str) -> set[str]:
 
 
 def units_of(text: str) -> set[str]:
-    """The letters behind numbers that would be scales if they touched them."""
-    return {_letter_scale(letter) for letter in APART.findall(text)}
+    """The letters behind numbers that are no scales, in this text and in one that it is compared with."""
+    small = {"B"} if SMALL_B.search(text) else set()
+    return small | {_letter_scale(letter) for letter in APART.findall(text)}
 
 
 def with_scales(text: str, units: Collection[str] = ()) -> str:
@@ -385,8 +388,17 @@ def read_places(text: str) -> list[tuple[list[float], str]]:
             numbers = [float(number) for number in re.findall(rf"(?<![xy]){DECIMAL}", match[2])]
             if match[1]:  # y1, x1, y2, x2; the corners are sorted
                 numbers.reverse()
-            places.append((numbers, name.strip()))
+            places.append((_x_first(match[2], numbers), name.strip()))
     return places
+
+
+def _x_first(place: str, numbers: list[float]) -> list[float]:
+    """The numbers of a place; where axes are named, as in {"y": 20, "x": 10}, each x before its y."""
+    axes = {"x": [], "y": []}
+    for axis, number in NAMED_NUMBER.findall(place):
+        axes[axis].append(float(number))
+    named = [number for pair in zip(axes["x"], axes["y"]) for number in pair]
+    return named if len(named) == len(numbers) else numbers
 
 
 def _value(spelled: str) -> Fraction | None:

@@ -20,6 +20,7 @@ from common.rewards.regions import (
     score_boxes,
     score_point,
 )
+from common.rewards.rules import read_places
 from common.rewards.sources import RewardArgs
 from conftest import marked
 
@@ -259,6 +260,21 @@ def test_there_may_be_nothing(answer):
 )
 def test_point(response, value):
     assert score_point(response, truth([CUP], space="1000"))["accuracy"] == value
+
+
+@pytest.mark.parametrize(
+    "text, numbers",
+    [
+        ('{"y": 20, "x": 10}', [10, 20]),
+        ("click(y=20.5, x=-10)", [-10, 20.5]),
+        ('{"x1": 1, "x2": 3, "y1": 2, "y2": 4}', [1, 2, 3, 4]),
+        ('{"y1": 2, "x1": 1, "y2": 4, "x2": 3}', [1, 2, 3, 4]),
+        ("click(x=10, 20)", [10, 20]),
+        ('{"x1": 1, "x2": 3}', [1, 3]),
+    ],
+)
+def test_named_axes_may_come_in_any_order(text, numbers):
+    assert read_places(text) == [(numbers, "")]
 
 
 def test_a_click_of_computer_use_is_a_point():

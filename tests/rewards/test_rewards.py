@@ -296,6 +296,8 @@ $2B          | 2 billion
 7K           | 7k
 0.5k         | five hundred
 50 k         | 50K
+2b           | 2B
+seat 12b     | Seat 12B
 """)
 NOT_SCALED = table("""
 50k          | 50
@@ -565,6 +567,9 @@ more than a dozen              |
 三万五千                       | 35000
 一亿两千万                     | 120000000
 二〇二五                       | 2025
+一百五                         |
+一万五                         |
+一亿二千                       | 100002000
 两只狗                         | 2
 第一                           |
 统一                           |
