@@ -178,7 +178,7 @@ def difference(ours, theirs) -> float:
 def main(argv: list[str] | None = None) -> int:
     parser = tool.parser(__doc__)
     parser.add_argument("folder", help="checkpoint in Hugging Face format, or a name on the hub")
-    parser.add_argument("--data", default="", help="rows as of train_ppo_vl.py")
+    parser.add_argument("--data", default="", help="rows as train_ppo_vl.py reads them")
     args = parser.parse_args(argv)
     transformers.logging.disable_progress_bar()
     chat, passed = Chat(args.folder, distributed.choose_device()), True

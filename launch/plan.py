@@ -53,7 +53,7 @@ def main(argv: list[str] | None = None) -> None:
         "--gpus", type=between(1, 2**20), default=8, help="GPUs of the run (default 8)"
     )
     parser.add_argument(
-        "--gib", type=between(0.1, 1e6), default=80.0, help="memory of each (default 80)"
+        "--gib", type=between(0.1, 1e6), default=80.0, help="memory of each GPU, GiB (default 80)"
     )
     options = parser.parse_args(argv[:cut])
 

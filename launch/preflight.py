@@ -3,7 +3,7 @@
     torchrun ... launch/preflight.py train_ppo_vl.py FLAGS
     sbatch --nodes 4 ... launch/train.slurm launch/preflight.py train_ppo_vl.py FLAGS
 
-FLAGS are those of the run. Checked, on all ranks: they meet within a minute; every process has a GPU, and a
+FLAGS are the flags of the run. Checked, on all ranks: they meet within a minute; every process has a GPU, and a
 driver that torch can use; --out is one folder, in which every machine can write; the flags, and the files
 behind them, are the same; an all-reduce gives the right sum, and how long it takes. Prints a line for each
 machine and each check, then PASS; or one message, with exit code 2. It trains nothing, loads no weights,
@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("script", type=Path, help="train_ppo_vl.py, train_grm_vl.py, or a fork")
-    parser.add_argument("flags", nargs=argparse.REMAINDER, help="those of the run")
+    parser.add_argument("flags", nargs=argparse.REMAINDER, help="flags of the run")
     options, start = parser.parse_args(argv), time.monotonic()
     args = parse_flags(options.script, options.flags)
 

@@ -577,7 +577,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--model", choices=sorted(PATCH_SIZE), default="qwen2_5_vl", help="model family"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of weights, pictures and warm start")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of weights, pictures and warm start"
+    )
     parser.add_argument(
         "--train", type=int, default=2048, help="rows to train on; best a multiple of 64"
     )

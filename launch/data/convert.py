@@ -487,7 +487,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--out", type=Path, required=True, help="new folder to write")
     parser.add_argument(
-        "--benchmark", choices=benchmarks.FILE_COLUMNS, help="of judges, whose files these are"
+        "--benchmark",
+        choices=benchmarks.FILE_COLUMNS,
+        help="benchmark of judges, whose files the sources are",
     )
     parser.add_argument(
         "--columns",
@@ -500,8 +502,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         "--map",
         default="",
         metavar="FILE.py:FUNCTION",
-        help="a function of a row as the file has it, which returns one that can be read, or None to leave it "
-        "out",
+        help="function of a row as the file has it, which returns a row that can be read, or None to leave "
+        "the row out",
     )
     parser.add_argument("--label", default="", help="label of rows that have none")
     add_meanings(parser)
@@ -510,8 +512,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         type=parse_names,
         default=[],
         metavar="NAME,...",
-        help="columns to keep although nothing reads them; column.key of one that holds an object, and "
-        "messages.key of messages",
+        help="columns to keep although nothing reads them; column.key of a column that holds objects, "
+        "and messages.key of messages",
     )
     parser.add_argument(
         "--drop",
@@ -525,14 +527,14 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         type=tool.between(1, 10**9),
         default=0,
         metavar="N",
-        help="write so many rows of the only split to held_out.jsonl; those with one prompt and the same "
+        help="write so many rows of the only split to held_out.jsonl; rows with one prompt and the same "
         "pictures stay together",
     )
     parser.add_argument(
         "--image_root",
         type=Path,
         help="folder of images and videos: paths are relative to the rows' file, or to this folder; "
-        "none outside of it is read",
+        "no file outside of this folder is read",
     )
     return parser.parse_args(argv)
 
@@ -550,21 +552,22 @@ def add_meanings(parser: argparse.ArgumentParser) -> None:
         "--space",
         choices=("file", "1", "100", "1000"),
         default="file",
-        help="pixels of the file, or 0 to this number on both axes",
+        help="coordinates of boxes: pixels of the file, or 0 to this number on both axes",
     )
     parser.add_argument(
         "--preferred_is",
         choices=("sign", "number"),
         default="",
         help="what a number in the column preferred means: below 0 the first of responses is better, above 0 "
-        "the second, 0 is a tie; or the number at the end of the better one's column",
+        "the second, 0 is a tie; or the number at the end of the name of the better response's column",
     )
     parser.add_argument(
         "--choices",
         choices=("letters", "letters0", "letters1"),
         default="",
-        help='append choices that the prompt does not show, as lines "A. ...", and make an answer that is one\'s '
-        "text its letter; letters0 and letters1 also one that is its number, from 0 or from 1",
+        help='append choices that the prompt does not show, as lines "A. ...", and replace an answer that is the '
+        "text of a choice by its letter; letters0 and letters1 also an answer that is the number of a choice, "
+        "from 0 or from 1",
     )
     parser.add_argument(
         "--turns",
