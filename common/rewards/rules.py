@@ -229,13 +229,15 @@ def answers_equal(response: str, reference: str) -> bool:
     Case, spaces, LaTeX spelling, emphasis, full-width characters and words before it ("Answer:") do not
     count. A percentage equals its hundredth and its bare number. A decimal fraction may be off by a
     millionth of the reference, or by less where it is rounded to fewer digits: 0.3333333 is 1/3, and
-    3.14159 is not 3.14. A reference of several letters, "A, C", is a set. An empty answer equals nothing.
+    3.14159 is not 3.14. A reference of several letters, "A, C", is a set, but "C, A" an order. An
+    empty answer equals nothing.
     """
     response, reference = plain_text(response), plain_text(reference)
     if max(len(response), len(reference)) > MAX_ANSWER:
         return same_words(response, reference)
-    letters = read_letter_set(reference)
-    if letters and listed_letters(response) == letters:
+    letters, named = read_letter_set(reference), re.findall("[A-J]", reference)
+    is_order = named != sorted(named)  # the pictures of a story, say
+    if letters and not is_order and listed_letters(response) == letters:
         return True
     units = units_of(response) | units_of(reference)
     a, b = (spelled(with_scales(text, units)) for text in (response, reference))

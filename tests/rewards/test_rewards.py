@@ -370,6 +370,8 @@ y, x           | x, y
 A, A           | A
 B              | A, A
 K, L           | L, K
+A, B, C        | C, A, B
+AC             | C, A
 """)
 EQUAL += SCALED + [pair[::-1] for pair in SCALED] + WORDED + LETTER_SETS
 UNEQUAL = NOT_SCALED + [pair[::-1] for pair in NOT_SCALED] + NOT_WORDED + NO_LETTER_SETS
