@@ -1751,18 +1751,21 @@ def evaluate_teacher(
     state: TrainState,
     args: Args,
 ) -> logging.Metrics:
-    """With --eval_only: the teacher's own accuracy and reward on one rollout of held-out prompts, which it
-    reads with its hint and its images. It cannot teach what it cannot answer. Skipped with an
-    environment, whose images it might not see."""
+    """With --eval_only: the teacher's own accuracy and reward on one rollout of held-out prompts, the first
+    of which images decode; it reads them with its hint and its images. It cannot teach what it cannot
+    answer. Skipped with an environment, whose images it might not see."""
     if not (teacher and args.eval_only) or args.env or args.reward == "none":
         return {}
     together = prompts_together(args.slots, args.rollout_shards, 1)
-    batches = batches_in_order(rows.held_out, together)[:1]
+    batches = batches_in_order(rows.held_out, together)
     with (
         teacher.in_use() as policy,
         PromptLoader(rows.processor, args, batches) as loader,
     ):
-        _, batch = loader.take()
+        for left in reversed(range(len(batches))):
+            _, batch = loader.take(least=0 if left else 1)
+            if len(batch.dropped) < len(batch.prompts):
+                break
         answers = rollout(
             policy, teacher.view(batch), replace(sampling, stream=EVAL, greedy=True), 1
         )

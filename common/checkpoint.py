@@ -284,7 +284,9 @@ class Checkpoints:
     Death at any instant leaves the earlier checkpoints as they were. One save is in flight at most. A
     resume takes the newest checkpoint whose files are those committed.
 
-    As a context manager it waits for the save in flight at the end, even after a UserError.
+    As a context manager it waits for the save in flight at the end. After a UserError (a reward that has
+    raised, a server or a file system that is away) it saves the last finished step as well, if no update
+    of the next one has begun. Any other exception is a bug, and saves nothing.
     """
 
     def __init__(self, args: Any, state: Any, fingerprint: dict):
@@ -302,6 +304,8 @@ class Checkpoints:
         self.best: int | None = None  # the step of the best evaluation, with --keep_best
         self.damaged: set[Path] = set()  # checkpoints that were found so
         self.roles: Roles = {}  # what is saved: `resume` is told
+        # The last finished step and its state.json; None: an update has changed weights since.
+        self.finished: tuple[int, str] | None = None
         self.saved_step = 0  # the newest that is committed
         self.pending: tuple[int, Writer, Future] | None = None  # the save in flight, of which step
         self.failed = 0  # saves in a row
@@ -328,8 +332,10 @@ class Checkpoints:
         return self
 
     def __exit__(self, kind, error, trace) -> None:
-        if kind is None or issubclass(kind, UserError):  # raised on all ranks, so they can commit
+        if kind is None:
             self.finish()
+        elif issubclass(kind, UserError):  # raised on all ranks, so they can commit
+            self.save_unsaved()
         if self.lock:
             self.lock.close()
         if kind and self.saved_step and not self.args.eval_only:
@@ -409,6 +415,9 @@ class Checkpoints:
             UserError: it is of another run, beyond its last step, or does not fit into the models.
         """
         self.roles = roles
+        for part in roles.values():
+            if isinstance(part, Trainable):
+                part.optimizer.register_step_pre_hook(self.begin_update)
         self.fingerprint["steps"] = steps
         if self.path is None:
             start = f"starting from step 0: no complete checkpoint in {self.folder}"
@@ -472,8 +481,11 @@ class Checkpoints:
     # ---------------------------------------------------------------------------------------------
 
     def save_if_due(self, step: int, last: int) -> None:
-        """Save after ``step`` steps if --save_every says so and they are not saved yet."""
+        """Save after ``step`` steps if --save_every says so and they are not saved yet. Until the next
+        update, what can be saved of them is as it is now, whatever the next step counts meanwhile."""
         self.commit_if_written()
+        state = self.state.state_dict() | {"fingerprint": self.fingerprint}
+        self.finished = step, json.dumps(state, indent=1, allow_nan=False)
         if step > self.saved_step and due(step, self.args.save_every, last):
             self.save(step)
 
@@ -508,12 +520,35 @@ class Checkpoints:
             write_holder(self.lock, holder | {"stopped": sorted(set(launchers))})
         return True
 
+    def begin_update(self, *_) -> None:
+        """Before an optimizer's step: the weights will no longer be those of the last finished step."""
+        self.finished = None
+
+    def save_unsaved(self) -> None:
+        """After an error from outside: save the last finished step unless the error came later than the
+        first update of the next one, or --save_every is 0. A failure is only a warning."""
+        self.commit_or_warn()
+        if not (self.finished and self.args.save_every and self.failed < MOST_FAILURES):
+            return
+        step, _ = self.finished
+        if self.saved_step < step == self.state.step:
+            say_once(f"an error ends the run: saving step {step} first")
+            self.start_saving(step)
+            self.commit_or_warn()
+
     def save(self, step: int) -> None:
-        """Start saving; training may change the tensors at once, as they are copied first."""
+        """Save the finished ``step``, in the background unless --save_blocking says otherwise."""
         started = time.perf_counter()
         self.finish()
-        state = self.state.state_dict() | {"fingerprint": self.fingerprint}
-        text = json.dumps(state, indent=1, allow_nan=False)
+        self.start_saving(step)
+        if self.args.save_blocking:
+            self.finish()
+        self.waited += time.perf_counter() - started
+
+    def start_saving(self, step: int) -> None:
+        """Training may change the tensors at once, as they are copied first."""
+        assert self.finished and self.finished[0] == step
+        _, text = self.finished
         folder = self.folder / f".tmp-step-{step}"
         writer = Writer(folder, text, self.args.save_strategy, self.group)
         if not KEEPS_STAGER:
@@ -525,9 +560,6 @@ class Checkpoints:
             async_stager=self.stager,
         )
         self.pending = step, writer, done
-        if self.args.save_blocking:
-            self.finish()
-        self.waited += time.perf_counter() - started
 
     def commit_if_written(self) -> None:
         """Commit the save in flight if it has been written on all ranks."""
@@ -537,6 +569,12 @@ class Checkpoints:
     def finish(self) -> None:
         """Wait for the save in flight, if there is one, and commit it. A failure is only a warning,
         unless it is the last save; the next one tries again. Raises UserError: MOST_FAILURES in a row."""
+        self.commit_or_warn()
+        if self.failed >= MOST_FAILURES:
+            raise UserError(f"{self.failed} saves in a row have failed; {self.problem}")
+
+    def commit_or_warn(self) -> None:
+        """Wait for the save in flight, if there is one, and commit it. A failure is a warning."""
         if self.pending is None:
             return
         (step, writer, done), self.pending = self.pending, None
@@ -554,10 +592,6 @@ class Checkpoints:
             if is_main():  # the disk may be full of it
                 shutil.rmtree(writer.folder, ignore_errors=True)
             say_once(f"warning: {self.problem}")
-            if self.failed == MOST_FAILURES:
-                raise UserError(
-                    f"{self.failed} saves in a row have failed; {self.problem}"
-                ) from error
             self.group = self.new_group()  # ranks may wait in the old one
         else:
             self.saved_step, self.failed, self.problem = step, 0, ""

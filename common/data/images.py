@@ -6,9 +6,11 @@ is needed. A user's mistake is a UserError that names the file.
 """
 
 import functools
+import io
 import os
+import time
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from typing import Any
 
@@ -18,7 +20,7 @@ from PIL import Image, ImageOps
 from transformers.video_utils import Path as VideoPath
 from transformers.video_utils import load_video
 
-from common.ground.files import UserError, open_file
+from common.ground.files import UserError, open_file, say
 
 # Pillow would also try formats that start other programs (EPS runs Ghostscript), which a data file must
 # not do.
@@ -26,6 +28,44 @@ IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 # By package, the name in transformers.
 VIDEO_DECODERS = {"torchcodec": "torchcodec", "av": "pyav", "cv2": "opencv"}
 EXIF_ORIENTATION = 0x0112
+# Seconds between tries of a file that was there when the run began.
+PAUSES = (1, 2, 4, 8)
+
+
+# -------------------------------------------------------------------------------------------------
+# Files whose file system may be away
+# -------------------------------------------------------------------------------------------------
+
+
+class Outage:
+    """Since a file could not be read, none has been."""
+
+    told = False
+    waited = False  # for one of them, in vain: the others fail at once
+
+
+def read_patiently(path: str, size: int = -1) -> bytes:
+    """So many bytes of a file that was there when the run began, or all. While it cannot be read, as its
+    file system may be away, it is tried again a few times. Raises OSError, UserError: see `open_file`."""
+    for pause in (*PAUSES, None):
+        try:
+            with open_file(path) as file:
+                content = file.read(size)
+        except OSError as error:
+            if pause is None or Outage.waited:
+                Outage.waited = True
+                raise
+            if not Outage.told:
+                Outage.told = True
+                say(
+                    f"warning: {path}: {error.strerror}; pictures that cannot be read are tried again for "
+                    f"{sum(PAUSES)} s, as their file system may be away"
+                )
+            time.sleep(pause)
+        else:
+            Outage.told = Outage.waited = False
+            return content
+    raise AssertionError("the last try returns or raises")
 
 
 # -------------------------------------------------------------------------------------------------
@@ -34,10 +74,11 @@ EXIF_ORIENTATION = 0x0112
 
 
 @contextmanager
-def _open_image(path: str):
+def _open_image(path: str, patient: bool = False):
     """An image file opened by its header; Pillow refuses one that claims far too many pixels."""
     try:
-        with open_file(path) as file, Image.open(file, formats=IMAGE_FORMATS) as image:
+        opened = io.BytesIO(read_patiently(path)) if patient else open_file(path)
+        with opened as file, Image.open(file, formats=IMAGE_FORMATS) as image:
             yield image
     except FileNotFoundError as error:
         raise UserError(f"no such image: {path}") from error
@@ -59,14 +100,15 @@ def image_size(path: str) -> tuple[int, int]:
         return (height, width) if orientation in (5, 6, 7, 8) else (width, height)
 
 
-def read_image(path: str) -> Image.Image:
+def read_image(path: str, patient: bool = False) -> Image.Image:
     """Decode an image file to RGB: upright by its EXIF, transparency laid on white, first frame of
     an animation.
 
-    16-bit grey is scaled, not clipped. Raises UserError with path and reason: no such file, not an
-    image, too many pixels, truncated or damaged body, grey values of unknown range.
+    16-bit grey is scaled, not clipped. With ``patient``, see `read_patiently`. Raises UserError with path
+    and reason: no such file, not an image, too many pixels, truncated or damaged body, grey values of
+    unknown range.
     """
-    with _open_image(path) as image:
+    with _open_image(path, patient) as image:
         return upright_rgb(image)
 
 
@@ -126,15 +168,18 @@ def sample_frames(total: int, most: int) -> list[int]:
 
 
 def read_frames(items: Any, most: int) -> list[Image.Image]:
-    """The images of `Prompt.images`; of each clip up to ``most`` frames."""
+    """The images of `Prompt.images`; of each clip up to ``most`` frames. Waits for files: see
+    `read_patiently`."""
     frames = []
     for item in items:
         if isinstance(item, str):
-            frames.append(read_image(item))
+            frames.append(read_image(item, patient=True))
         elif len(item) == 1:
+            with suppress(OSError):  # which is told next
+                read_patiently(item[0], 1)
             frames += _read_film(item[0], lambda total: sample_frames(total, most))[0]
         else:
-            frames += [read_image(item[k]) for k in sample_frames(len(item), most)]
+            frames += [read_image(item[k], patient=True) for k in sample_frames(len(item), most)]
     return frames
 
 

@@ -158,8 +158,13 @@ def images_of(conversation: list[dict]) -> list[Image.Image]:
 
 def sample_cards(records: list[dict]) -> list[Image.Image]:
     """Pictures of records, on rank 0: images, frames of videos and images that environments have
-    shown, question and answer turn by turn, and the reward."""
-    return [record_card(record) for record in records] if distributed.is_main() else []
+    shown, question and answer turn by turn, and the reward. Raises UserError on every rank: a file cannot
+    be read."""
+    cards = []
+    with distributed.raise_on_all_ranks():
+        if distributed.is_main():
+            cards = [record_card(record) for record in records]
+    return cards
 
 
 def record_card(record: dict) -> Image.Image:

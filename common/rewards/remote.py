@@ -2,6 +2,7 @@
 
 import base64
 import io
+import itertools
 import json
 import re
 import time
@@ -16,7 +17,7 @@ from common.ground.process import UserError
 from common.rewards.rules import Columns
 
 URL = re.compile(r"https?://([\w.-]+|\[[\da-f:.]+\])(:\d+)?(/[^\s#]*)?", re.ASCII | re.IGNORECASE)
-RETRIES = 4  # of a request, after 0.5, 1, 2 and 4 seconds
+FIRST_PAUSE, LONGEST_PAUSE = 0.5, 8.0  # seconds before a retry; each is twice the one before
 FRAMES = 16  # most that a server gets of a video
 MAY_PASS = (408, 429)  # too slow, too many requests: retried, as every 5xx is
 
@@ -32,14 +33,15 @@ class StayHere(request.HTTPRedirectHandler):
 class Server:
     """A reward server as a reward function.
 
-    Time-outs, lost connections and the statuses 408, 429 and 5xx may pass and are retried; any other
-    invalid answer is an error at once. No proxy is used, and no redirect followed.
+    Time-outs, lost connections and the statuses 408, 429 and 5xx may pass, as when a server restarts: it
+    is asked again as long as --reward_timeout allows. Any other invalid answer is an error at once. No
+    proxy is used, and no redirect followed.
     """
 
-    def __init__(self, url: str, timeout: float):
-        """``timeout``: of one try, seconds. Raises UserError: the URL is malformed."""
+    def __init__(self, url: str, patience: float):
+        """``patience``: for all tries, seconds. Raises UserError: the URL is malformed."""
         self.url = url
-        self.timeout = timeout
+        self.patience = patience
         if not URL.fullmatch(url):
             raise UserError(
                 f"--reward {url}: expected http://host:port/path or https://..., without spaces,"
@@ -62,32 +64,45 @@ class Server:
         return read_answer(self.ask(json.dumps(question).encode()))
 
     def ask(self, body: bytes) -> bytes:
-        """The server's answer, after at most 1 + RETRIES tries. Raises UserError."""
+        """The server's answer, which is waited for. Raises UserError."""
         post = request.Request(self.url, body, {"Content-Type": "application/json"})
-        problem = ""
-        for attempt in range(RETRIES + 1):
-            try:
-                with self.opener.open(post, timeout=self.timeout) as response:
-                    return response.read()
-            except HTTPError as error:
-                problem = f"HTTP {error.code}: {error.read(500).decode(errors='replace')!r}"
-                if "Location" in error.headers:
-                    target = urljoin(self.url, error.headers["Location"])
-                    problem = f"HTTP {error.code}, a redirect; is this the address: {target:.200}"
-                if error.code < 500 and error.code not in MAY_PASS:
-                    raise UserError(f"the server answered {problem}") from error
-            except (OSError, HTTPException) as error:
-                problem = f"{type(error).__name__}: {error}"
-            if attempt < RETRIES:
-                pause = 0.5 * 2**attempt
-                tries = f"retry {attempt + 1} of {RETRIES} in {pause:g} s"
-                say(f"--reward {self.url}: {problem}; {tries}")
-                time.sleep(pause)
+        ends, pause = time.monotonic() + self.patience, FIRST_PAUSE
+        for tries in itertools.count(1):
+            # one try may take half of the time, so that there is time for another one
+            left = max(0.01, ends - time.monotonic())
+            answer, problem = self.try_once(post, min(self.patience / 2, left))
+            if answer is not None:
+                return answer
+            left = ends - time.monotonic()
+            if left <= pause:
+                break
+            say(
+                f"--reward {self.url}: {problem}; retry {tries} in {pause:g} s, of {left:.0f} s left"
+            )
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
         if request.getproxies().keys() & {"http", "https", "all"}:
             problem += (
                 "; the proxy of the environment is not used: the server must be reached directly"
             )
-        raise UserError(f"no answer in {RETRIES + 1} tries, at last {problem}")
+        within = f"{tries} tries within {self.patience:g} s (0.9 of --reward_timeout)"
+        raise UserError(f"no answer in {within}, at last {problem}")
+
+    def try_once(self, post: request.Request, timeout: float) -> tuple[bytes | None, str]:
+        """The server's answer; or None, and a problem that may pass. Raises UserError: one that does not."""
+        try:
+            with self.opener.open(post, timeout=timeout) as response:
+                return response.read(), ""
+        except HTTPError as error:
+            problem = f"HTTP {error.code}: {error.read(500).decode(errors='replace')!r}"
+            if "Location" in error.headers:
+                target = urljoin(self.url, error.headers["Location"])
+                problem = f"HTTP {error.code}, a redirect; is this the address: {target:.200}"
+            if error.code < 500 and error.code not in MAY_PASS:
+                raise UserError(f"the server answered {problem}") from error
+        except (OSError, HTTPException) as error:
+            problem = f"{type(error).__name__}: {error}"
+        return None, problem
 
 
 def encode_images(images: list[list]) -> list[list]:

@@ -200,9 +200,9 @@ def load_source(spec: str, args: RewardArgs = RewardArgs()) -> Source:
     if kind in ("grm", "rm") and rest:
         return Source(spec, kind, kind)
     if kind in ("http", "https"):
-        return Source(
-            spec, "remote", "remote", Server(spec, args.reward_timeout / 2), ["groups", "places"]
-        )
+        # less than the step waits, so that the message is about the server
+        server = Server(spec, 0.9 * args.reward_timeout)
+        return Source(spec, "remote", "remote", server, ["groups", "places"])
     function, keywords, has_check = load_function(
         "--reward",
         spec,

@@ -21,6 +21,7 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.models.auto import tokenization_auto
 
+from common.data import images
 from common.data.folder import copy_files, read_tokenizer, write_word_pattern
 from common.data.images import image_size, read_image
 from common.data.loader import load_pixels
@@ -1300,7 +1301,8 @@ def test_damaged_body_is_found_at_first_use(load, processor, tmp_path, name):
         load_pixels(prompts[1], processor)
 
 
-def test_file_changed_since_load(load, processor, tmp_path):
+def test_file_changed_since_load(load, processor, tmp_path, monkeypatch):
+    monkeypatch.setattr(images, "PAUSES", ())
     prompts = load([{"prompt": "x", "images": "a.png"}])
     Image.new("RGB", (200, 40)).save(tmp_path / "a.png")
     with user_error("a.png.*: patch grids .* changed since loaded"):

@@ -37,11 +37,12 @@ def server():
 
 @pytest.fixture
 def pauses(monkeypatch):
-    """Pauses before retries, noted instead of waited for."""
+    """Pauses before retries, noted instead of waited for, by a clock that they advance."""
     noted = []
-    monkeypatch.setattr(
-        remote, "time", SimpleNamespace(monotonic=time.monotonic, sleep=noted.append)
+    clock = SimpleNamespace(
+        monotonic=lambda: time.monotonic() + sum(noted), sleep=lambda seconds: noted.append(seconds)
     )
+    monkeypatch.setattr(remote, "time", clock)
     return noted
 
 
@@ -55,10 +56,10 @@ def columns(n, images=None):
     )
 
 
-def ask(url, n=7, images=None, try_seconds=5.0, **settings):
-    """Rewards and components of n samples, every third of them wrong, as the trainer gets them. The
-    time of all tries is not limited here."""
-    source = load_source(url, RewardArgs(reward=url, reward_timeout=2 * try_seconds, **settings))
+def ask(url, n=7, images=None, seconds=10.0):
+    """Rewards and components of n samples, every third of them wrong, as the trainer gets them with a
+    --reward_timeout of so many seconds."""
+    source = load_source(url, RewardArgs(reward=url, reward_timeout=seconds))
     args = RewardArgs(reward_timeout=20.0)
     prompts, responses, references, labels, images = columns(n, images)
     scored = score_samples(
@@ -133,7 +134,7 @@ def test_pictures_arrive_pixel_identical(server, tmp_path, monkeypatch):
         paths.append(str(tmp_path / name))
     images = [paths[:2], paths[:2], [], paths[2:], [paths[0]], [], []]
     monkeypatch.setattr(
-        vlm_images, "read_image", lambda path: opened.append(path) or read_image(path)
+        vlm_images, "read_image", lambda path, **_: opened.append(path) or read_image(path)
     )
     assert ask(server.url("exact"), images=images)[1] == {"pictures": [2.0, 2.0, 0, 2.0, 1.0, 0, 0]}
     arrived = [
@@ -185,33 +186,40 @@ def test_a_server_that_is_busy_is_asked_again(server, pauses, capsys, failures, 
     assert capsys.readouterr().out.count(f"HTTP {code}: 'busy with request") == failures
 
 
-def test_retries_are_bounded(server, pauses):
-    with user_error(
-        r"(?s)no answer in 5 tries, at last HTTP 503: 'busy with "
-        r"request 5'.*Response  0"
-    ):
-        ask(server.url("fail/99"))
-    assert server.requests == 5
-    assert pauses == [0.5, 1.0, 2.0, 4.0]
+def test_a_server_that_restarts_is_waited_for(server, pauses):
+    """For 12 seconds, with the default of --reward_timeout."""
+    assert ask(server.url("fail/5"), seconds=RewardArgs().reward_timeout)[1]
+    assert sum(pauses) > 12
 
 
 @pytest.mark.parametrize(
-    "path, problem",
+    "seconds, expected", [(10, [0.5, 1, 2, 4]), (60, [0.5, 1, 2, 4, *[8] * 5])]
+)
+def test_retries_are_bounded_by_the_time_of_the_step(server, pauses, seconds, expected):
+    tries = len(expected) + 1
+    with user_error(
+        rf"(?s)no answer in {tries} tries within {0.9 * seconds:g} s \(0.9 of --reward_timeout\), "
+        rf"at last HTTP 503: 'busy with request {tries}'.*Response  0"
+    ):
+        ask(server.url("fail/99"), seconds=seconds)
+    assert server.requests == tries
+    assert pauses == expected
+
+
+@pytest.mark.parametrize(
+    "path, problem, seconds, tries",
     [
-        ("status/500", "HTTP 500: 'that is how it is'"),
-        ("status/599", "HTTP 599"),
-        ("drop", "RemoteDisconnected: Remote end"),
-        ("slow/30", "TimeoutError: timed out"),
-        ("length/9000", "IncompleteRead: IncompleteRead(97 bytes read, 8903 more expected)"),
+        ("status/500", "HTTP 500: 'that is how it is'", 10, 5),
+        ("status/599", "HTTP 599", 10, 5),
+        ("drop", "RemoteDisconnected: Remote end", 10, 5),
+        ("slow/30", "TimeoutError: timed out", 2, 2),  # each of half of the time, or what is left
+        ("length/9000", "IncompleteRead: IncompleteRead(97 bytes read, 8903 more", 10, 5),
     ],
 )
-def test_what_may_pass_is_tried_to_the_end(server, pauses, path, problem):
-    started = time.monotonic()
-    with user_error(re.escape(f"no answer in 5 tries, at last {problem}")):
-        ask(server.url(path), try_seconds=0.2)
-    assert server.requests == 5
-    assert len(pauses) >= 4
-    assert time.monotonic() - started < 8
+def test_what_may_pass_is_tried_to_the_end(server, pauses, path, problem, seconds, tries):
+    with user_error(rf"no answer in {tries} tries .*, at last {re.escape(problem)}"):
+        ask(server.url(path), seconds=seconds)
+    assert server.requests == tries
 
 
 def test_a_status_line_is_no_line_of_ours(pauses, capsys):
@@ -226,7 +234,7 @@ def test_a_status_line_is_no_line_of_ours(pauses, capsys):
                     connection.sendall(b"\x1b[2J\rerror: all is well\n\n")
 
         threading.Thread(target=answer, daemon=True).start()
-        with user_error("no answer in 5 tries, at last BadStatusLine"):
+        with user_error("no answer in 5 tries .*, at last BadStatusLine"):
             ask(f"http://127.0.0.1:{listening.getsockname()[1]}/")
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 8  # two for each of four retries
@@ -246,7 +254,7 @@ def test_no_server_there(pauses, monkeypatch, proxy):
     advice = "; the proxy of the environment is not used: the server must be reached directly"
     with socket.socket() as taken:  # bound, but nobody listens
         taken.bind(("127.0.0.1", 0))
-        with user_error("no answer in 5 tries, .* Connection refused") as error:
+        with user_error("no answer in 5 tries .* Connection refused") as error:
             ask(f"http://127.0.0.1:{taken.getsockname()[1]}/exact")
     assert (advice in str(error.value)) == proxy
     assert pauses == [0.5, 1.0, 2.0, 4.0]
@@ -317,11 +325,6 @@ def test_a_redirect_is_not_followed(server, pauses, code):
 def test_bad_address(url):
     with user_error("expected http://host:port/path"):
         load_source(url)
-
-
-def test_a_try_has_half_of_the_time_of_the_step():
-    """So that there is time for another one."""
-    assert load_source("http://127.0.0.1:1/", RewardArgs(reward_timeout=60)).function.timeout == 30
 
 
 def test_the_server_runs_from_the_command_line():
