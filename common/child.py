@@ -35,7 +35,7 @@ from types import ModuleType
 from typing import Any
 
 from common import answers
-from common.ground.files import UserError
+from common.ground.files import UserError, show_anything
 from common.ground.signals import CAUGHT
 
 DEBUGGING = b"a debugger reads from the terminal"  # sent while a request is answered
@@ -84,6 +84,7 @@ def serve(connection: Connection, has_terminal: bool) -> None:
         after_in_child=forget_signals,
     )
     begin()
+    show_anything()  # of a new interpreter
     for stream in (sys.stdout, sys.stderr):
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure:

@@ -12,7 +12,7 @@
     follow_pointer           the folder that <out>/export/latest names
     write_durably, replace_durably, write_link, sync_folder
                              what survives a power cut
-    show_anything            a terminal gets escapes of what it cannot show
+    show_anything            a terminal gets escapes of what it cannot show; its end is no error
     say                      print what may quote files and programs
     as_message, printable    a text of files and programs, fit for a terminal
 
@@ -28,6 +28,7 @@ A form is one of these:
 launch/data/convert.py reads this file without the rest of common/, which needs torch.
 """
 
+import errno
 import hashlib
 import json
 import math
@@ -187,12 +188,40 @@ def as_message(text: str) -> str:
     return re.sub("\n(?!  )", "\n  ", printable(text, keep="\n\t"))
 
 
+class Output:
+    """A stream whose reader may go, as `| head` and a closed terminal do, or `| tee log` of the Ctrl-C that
+    a run survives: what can no longer be written is dropped."""
+
+    def __init__(self, stream: TextIO):
+        self.stream = stream
+
+    def write(self, text: str) -> int:
+        try:
+            self.stream.write(text)
+            self.stream.flush()
+        except OSError as error:
+            if error.errno not in (errno.EPIPE, errno.EIO):
+                raise
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
+        return len(text)
+
+    def flush(self) -> None:
+        """Nothing is left to be flushed."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
 def show_anything() -> None:
-    """From now on, characters that the terminal has no encoding of are written as escapes."""
-    for stream in (sys.stdout, sys.stderr):
+    """From now on, characters that the terminal has no encoding of are written as escapes, and what nobody
+    reads is dropped."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name) or open(os.devnull, "w")  # it was closed, as by >&-
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure:
             reconfigure(errors="backslashreplace")
+        if not isinstance(stream, Output):
+            setattr(sys, name, Output(stream))
 
 
 def say(text: str, file: TextIO | None = None) -> None:

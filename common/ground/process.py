@@ -7,6 +7,7 @@ end_with_others  from now on, a bug on another rank ends this process
 catch_signals    from now on, a signal ends the run after the step in progress
 """
 
+import atexit
 import ctypes
 import json
 import os
@@ -18,9 +19,9 @@ import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import redirect_stderr, redirect_stdout, suppress
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,7 @@ EXIT_BUG = 1
 EXIT_USER_ERROR = 2
 EXIT_PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: the same command goes on
 LAST_SECONDS = 5.0  # of a rank after the bug of another one, which it may meet, too
+EXIT_SECONDS = 30.0  # of what is registered with atexit, after an error
 PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
 # The folder of tracebacks, once the run has one.
 ERRORS: list[Path] = []
@@ -107,8 +109,13 @@ def end_at_signal(pipe: int) -> None:
 
 
 def leave(code: int) -> None:
-    """End this process without an ordinary exit, which may wait for other ranks. The guardian ends the
-    programs of the user (`common.user_code`)."""
+    """End this process without an ordinary exit, which may wait for other ranks. What is registered with
+    atexit has EXIT_SECONDS, such as W&B for its last records. The guardian ends the programs of the user
+    (`common.user_code`)."""
+    limit = threading.Timer(EXIT_SECONDS, os._exit, [code])
+    limit.daemon = True
+    limit.start()
+    atexit._run_exitfuncs()
     os._exit(code)
 
 
@@ -139,28 +146,6 @@ def request_stop(number: int, _frame: Any) -> None:
     tell_now(
         "\nCtrl-C: saving after the step in progress; a second Ctrl-C stops at once without saving"
     )
-
-
-class Output:
-    """A stream whose reader may die, as `| tee log` does of the Ctrl-C that the run survives: what
-    can no longer be written is dropped."""
-
-    def __init__(self, stream: TextIO):
-        self.stream = stream
-
-    def write(self, text: str) -> int:
-        try:
-            self.stream.write(text)
-            self.stream.flush()
-        except BrokenPipeError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
-        return len(text)
-
-    def flush(self) -> None:
-        """Nothing is left to be flushed."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.stream, name)
 
 
 OUT_OF_MEMORY = (
@@ -316,17 +301,16 @@ def run_main(program: Callable[[], Any]) -> None:
     show_anything()
     handle_signals(end_now)
     code = 0
-    with redirect_stdout(Output(sys.stdout)), redirect_stderr(Output(sys.stderr)):
-        try:
-            program()
-        except UserError as error:
-            report_input(error)
-            code = EXIT_USER_ERROR
-        except Exit as end:
-            code = end.code
-        except (Exception, SystemExit) as error:  # a SystemExit of user code is an error, too
-            report_bug(error)
-            leave(EXIT_BUG)
+    try:
+        program()
+    except UserError as error:
+        report_input(error)
+        code = EXIT_USER_ERROR
+    except Exit as end:
+        code = end.code
+    except (Exception, SystemExit) as error:  # a SystemExit of user code is an error, too
+        report_bug(error)
+        leave(EXIT_BUG)
     DONE.set()
     if dist.is_initialized() and not code:
         dist.destroy_process_group()

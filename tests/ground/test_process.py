@@ -88,6 +88,55 @@ process.run_main(main)
 AFRESH = "[sys.modules.pop(name) for name in list(sys.modules) if name.startswith('launch')]; "
 
 
+AT_THE_END = """
+import atexit, time
+import torch.distributed as dist
+from common.ground import process
+def main():
+    dist.is_initialized = lambda: True
+    process.is_first = lambda: True
+    process.EXIT_SECONDS = 0.2
+    atexit.register(time.sleep, 99 * {hangs})
+    atexit.register(print, "uploaded", flush=True)
+    raise {error}
+process.run_main(main)
+"""
+
+
+@pytest.mark.parametrize("hangs", [0, 1])
+@pytest.mark.parametrize(
+    "error, code", [("process.UserError('a typo')", 2), ("ValueError('a bug')", 1)]
+)
+def test_an_error_lets_others_end_their_work(error, code, hangs):
+    """What is registered with atexit, as by W&B, which may hang for want of a network."""
+    result = python(AT_THE_END.format(error=error, hangs=hangs))
+    assert (result.returncode, result.stdout) == (code, "uploaded\n")
+
+
+CLOSED = """
+import os, sys
+{way}
+from common.ground import process
+def main():
+    for line in range(9):
+        print(line)
+    print("went on", file=sys.stderr)
+{start}
+"""
+WAYS = {
+    "| head": "reader, writer = os.pipe(); os.close(reader); sys.stdout = os.fdopen(writer, 'w')",
+    ">&-": "os.close(1); sys.stdout = None",
+}
+AS_TOOL = f"{AFRESH}from launch import tool\nwith tool.one_message(): main()"
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("start", ["process.run_main(main)", AS_TOOL], ids=["script", "tool"])
+def test_a_closed_output_ends_nothing(way, start):
+    result = python(CLOSED.format(way=WAYS[way], start=start))
+    assert (result.returncode, result.stderr) == (0, "went on\n")
+
+
 @pytest.mark.parametrize("first", ["process.run_main(say)", f"{AFRESH}import launch.toy; say()"])
 def test_what_a_terminal_cannot_show_ends_nothing(first):
     """A script's lines on an ASCII terminal, and a tool's: the toy's path, say."""
