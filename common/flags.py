@@ -15,6 +15,7 @@ import functools
 import json
 import os
 import re
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -69,6 +70,7 @@ def flag(
     choices: tuple = (),
     check: Callable | None = None,
     paths: bool = False,
+    several: bool = False,
     **bounds: float,
 ) -> Any:
     """A field of an argument class.
@@ -77,9 +79,10 @@ def flag(
         help: what it does, with the unit.
         check: raises UserError for a bad value.
         paths: paths in the value become absolute.
+        several: there may be several in the value, with commas between them.
         bounds: of a number, see `Bounds`.
     """
-    rules = {"help": help, "choices": choices, "check": check, "paths": paths}
+    rules = {"help": help, "choices": choices, "check": check, "paths": paths, "several": several}
     return dataclasses.field(default=default, metadata=rules | vars(Bounds(**bounds)))
 
 
@@ -247,6 +250,8 @@ def add_flag(section: Any, field: Any, is_listed: bool) -> None:
     text = f"{field.metadata['help']} (default: {field.default!s:.60})".replace("%", "%%")
     choices: Any = field.metadata["choices"]
     options: dict = {"type": absolute_paths if field.metadata["paths"] else field.type}
+    if field.metadata["several"]:
+        options["action"] = Several
     if field.type is Path:
         options["type"] = lambda text: Path(text).expanduser()  # "~" in quotes
     if field.type is bool:
@@ -260,6 +265,19 @@ def add_flag(section: Any, field: Any, is_listed: bool) -> None:
     section.add_argument(
         f"--{field.name}", help=text if is_listed else argparse.SUPPRESS, **options
     )
+
+
+class Several(argparse.Action):
+    """A flag that takes all at once: given twice, it would take the last alone."""
+
+    def __call__(self, parser, namespace, values, option_string=None) -> None:
+        before = getattr(namespace, self.dest, None)
+        if before is not None:
+            raise UserError(
+                f"{option_string} is given twice; commas separate several: {option_string} "
+                f"{before},{values}"
+            )
+        setattr(namespace, self.dest, values)
 
 
 class Parser(argparse.ArgumentParser):
@@ -288,8 +306,21 @@ class Parser(argparse.ArgumentParser):
         raise UserError(message)
 
     def read_flags(self, argv: list[str] | None) -> dict:
-        """The flags that were given, with their values checked. Raises UserError."""
-        values = vars(self.parse_args(argv))
+        """The flags that were given, with their values checked. Those behind a `--`, where recipes pass on
+        what is typed, override those before it. Raises UserError."""
+        layers: list[list[str]] = [[]]
+        for word in sys.argv[1:] if argv is None else argv:
+            if word == "--":
+                layers.append([])
+            else:
+                layers[-1].append(word)
+        values = {}
+        for layer in layers:
+            given = vars(self.parse_args(layer))
+            for names in ALTERNATIVES:
+                if names & given.keys():
+                    values = {name: value for name, value in values.items() if name not in names}
+            values |= given
         refuse = Refusals()
         for name, field in self.fields.items():
             if name in values:
@@ -551,10 +582,15 @@ class DataArgs:
         "training rows: JSONL files, as a.jsonl,b.jsonl or with probabilities: "
         "a.jsonl:0.7,b.jsonl:0.3",
         paths=True,
+        several=True,
         check=parse_datasets,
     )
     eval_data: str = flag(
-        "", "held-out rows: JSONL files; empty: no evaluation", paths=True, check=check_eval_data
+        "",
+        "held-out rows: JSONL files; empty: no evaluation",
+        paths=True,
+        several=True,
+        check=check_eval_data,
     )
     prompts_per_step: int = flag(32, "prompts per step, over all ranks", low=1)
     max_prompt_tokens: int = flag(

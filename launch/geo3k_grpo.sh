@@ -27,4 +27,4 @@ ${LAUNCH:-torchrun --standalone --nproc_per_node 8 train_ppo_vl.py} \
     --max_prompt_tokens 2048 --max_new_tokens 2048 --min_pixels 262144 --max_pixels 4194304 \
     --actor_lr 1e-6 --weight_decay 1e-2 --adam_beta2 0.999 \
     --clip_low 0.2 --clip_high 0.3 --kl_coef 0.01 --kl_in loss --kl_estimator k3+ \
-    --gradient_checkpointing off --max_tokens_per_pack 6144 --eval_every 5 --save_every 10 "$@"
+    --gradient_checkpointing off --max_tokens_per_pack 6144 --eval_every 5 --save_every 10 -- "$@"

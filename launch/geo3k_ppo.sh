@@ -27,4 +27,4 @@ ${LAUNCH:-torchrun --standalone --nproc_per_node 8 train_ppo_vl.py} \
     --actor_lr 1e-6 --critic_lr 9e-6 --lr_schedule cosine --min_lr_ratio 0.1 --warmup_steps 15 \
     --weight_decay 1e-2 --adam_beta2 0.95 \
     --clip_low 0.2 --clip_high 0.2 --value_clip 0.2 --kl_coef 0.01 --kl_in reward --kl_estimator k1 \
-    --gradient_checkpointing off --max_tokens_per_pack 4864 --eval_every 20 --save_every 20 "$@"
+    --gradient_checkpointing off --max_tokens_per_pack 4864 --eval_every 20 --save_every 20 -- "$@"

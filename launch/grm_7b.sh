@@ -21,4 +21,4 @@ ${LAUNCH:-torchrun --standalone --nproc_per_node 8 train_grm_vl.py} \
     --out "${OUT:-runs/grm-7b}" \
     --prompts_per_step 8 --max_epochs 5 --max_prompt_tokens 8192 --eval_max_new_tokens 512 \
     --lr 1e-5 --lr_schedule cosine --min_lr_ratio 0.1 --weight_decay 1e-4 --adam_beta2 0.95 \
-    --gradient_checkpointing --eval_every 500 --save_every 500 "$@"
+    --gradient_checkpointing --eval_every 500 --save_every 500 -- "$@"

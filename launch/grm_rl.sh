@@ -13,4 +13,4 @@ ${LAUNCH:-torchrun --standalone --nproc_per_node 8 train_ppo_vl.py} \
     --model "${JUDGE:?the folder of the judge}" --row_kind judgements --reward verdict \
     --data "${DATA:?the training rows, JSONL}" --eval_data "${EVAL_DATA:?the held-out rows, JSONL}" \
     --advantage grpo --prompts_per_step 64 --samples_per_prompt 8 --minibatches 2 --max_new_tokens 512 \
-    --steps 80 --actor_lr 1e-6 --gradient_checkpointing off --max_tokens_per_pack 6144 --out "${OUT:-runs/grm_rl}" "$@"
+    --steps 80 --actor_lr 1e-6 --gradient_checkpointing off --max_tokens_per_pack 6144 --out "${OUT:-runs/grm_rl}" -- "$@"

@@ -28,4 +28,4 @@ ${LAUNCH:-torchrun --standalone --nproc_per_node 8 train_ppo_vl.py} \
     --max_prompt_tokens 2048 --max_new_tokens 2048 --min_pixels 3136 --max_pixels 12845056 --train_vision \
     --actor_lr 1e-6 --adam_beta2 0.999 \
     --clip_low 0.2 --clip_high 0.2 --loss_aggregation seq-mean-token-mean --kl_coef 0.04 --kl_in loss --kl_estimator k3+ \
-    --eval_every 50 --save_every 100 "$@"
+    --eval_every 50 --save_every 100 -- "$@"

@@ -12,7 +12,7 @@ out="runs/quickstart-$(date +%Y%m%d-%H%M%S)"
 for ((i = 0; i < ${#flags[@]}; i++)); do
     [ "${flags[i]}" != --out ] || out="${flags[i + 1]}"
 done
-torchrun --standalone --nproc_per_node 2 train_ppo_vl.py --config toy_describe/args.json --out "$out" ${flags[@]+"${flags[@]}"}
+torchrun --standalone --nproc_per_node 2 train_ppo_vl.py --config toy_describe/args.json --out "$out" -- ${flags[@]+"${flags[@]}"}
 echo
 python launch/page.py "$out" --out "$out/page.html"
 # as the shell reads them: a folder may have a space in its name

@@ -17,7 +17,7 @@ for ((i = 0; i < ${#flags[@]}; i++)); do
 done
 torchrun --standalone --nproc_per_node 2 train_grm_vl.py --config toy/grm_args.json --out "$judge"
 torchrun --standalone --nproc_per_node 2 train_ppo_vl.py --config toy/args.json --out "$out" \
-    --reward_recipe "{\"*\": [[\"grm:$judge/export/latest\", 1], [\"exact\", 0]]}" ${flags[@]+"${flags[@]}"}
+    --reward_recipe "{\"*\": [[\"grm:$judge/export/latest\", 1], [\"exact\", 0]]}" -- ${flags[@]+"${flags[@]}"}
 echo
 python launch/page.py "$judge" "$out" --out "$out/page.html"
 echo

@@ -69,7 +69,7 @@ torchrun --standalone --nproc_per_node 2 train_ppo_vl.py --model real/fashion/mo
     --data real/fashion/train.jsonl --eval_data real/fashion/eval.jsonl --reward_recipe "$recipe" --out "$out" \
     --advantage "$advantage" --lora_rank 16 --actor_lr 5e-4 --samples_per_prompt 8 --temperature 0.7 \
     --prompts_per_step 16 --minibatches 2 --max_prompt_tokens 128 --max_new_tokens 6 --max_tokens_per_pack 2048 \
-    --steps 16 --eval_every 16 --save_every 0 ${further[@]+"${further[@]}"} ${flags[@]+"${flags[@]}"}
+    --steps 16 --eval_every 16 --save_every 0 ${further[@]+"${further[@]}"} -- ${flags[@]+"${flags[@]}"}
 echo
 echo "held-out accuracy with its picture (named), and with a grey one and another row's, before and after:"
 python launch/page.py "$out" --out "$out/page.html"

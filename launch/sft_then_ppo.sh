@@ -32,11 +32,11 @@ if [ -z "${MODEL:-}" ]; then
     "${launch[@]}" train_grm_vl.py --model toy/model --data "$out/written.jsonl" --eval_data "$out/eval.jsonl" \
         --steps 8 --prompts_per_step 16 --eval_every 4 --lr 1e-3 --max_prompt_tokens 256 --max_tokens_per_pack 4096 \
         --eval_max_new_tokens 4 --out "$out/sft"
-    exec "${launch[@]}" train_ppo_vl.py --config toy/args.json --model "$out/sft/export/latest" --out "$out/ppo" ${flags[@]+"${flags[@]}"}
+    exec "${launch[@]}" train_ppo_vl.py --config toy/args.json --model "$out/sft/export/latest" --out "$out/ppo" -- ${flags[@]+"${flags[@]}"}
 fi
 : "${SFT_DATA:?rows of prompt and response, JSONL}" "${DATA:?the training rows of PPO, JSONL}" "${EVAL_DATA:?the held-out rows of PPO, JSONL}"
 launch=(${LAUNCH:-torchrun --standalone --nproc_per_node 8})
 "${launch[@]}" train_grm_vl.py --model "$MODEL" --data "$SFT_DATA" --eval_data "${SFT_EVAL:-$EVAL_DATA}" --max_epochs 2 --lr 1e-5 --lr_schedule cosine \
     --prompts_per_step 64 --gradient_checkpointing off --max_tokens_per_pack 7168 --out "$out/sft"
 exec "${launch[@]}" train_ppo_vl.py --model "$out/sft/export/latest" --data "$DATA" --eval_data "$EVAL_DATA" \
-    --gradient_checkpointing off --max_tokens_per_pack 5120 --out "$out/ppo" "$@"
+    --gradient_checkpointing off --max_tokens_per_pack 5120 --out "$out/ppo" -- "$@"

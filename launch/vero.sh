@@ -37,4 +37,4 @@ ${LAUNCH:-torchrun --standalone --nproc_per_node 8 train_ppo_vl.py} \
     --advantage grpo --policy_loss gspo --clip_low 0.0003 --clip_high 0.0004 \
     --prompts_per_step 256 --samples_per_prompt 8 --minibatches 2 --steps 4000 \
     --max_prompt_tokens 18432 --max_new_tokens 18432 --max_tokens_per_pack 36864 --max_pixels 16777216 --train_vision \
-    --actor_lr 1e-6 --warmup_steps 40 --weight_decay 1e-2 --adam_beta2 0.999 --overlong_buffer 2048 --eval_every 40 --save_every 40 "$@"
+    --actor_lr 1e-6 --warmup_steps 40 --weight_decay 1e-2 --adam_beta2 0.999 --overlong_buffer 2048 --eval_every 40 --save_every 40 -- "$@"

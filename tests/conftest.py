@@ -179,7 +179,7 @@ def start(checkpoint: Path, data: str | None = None, *flags: str | Path):
     from common import distributed
 
     common = "--max_prompt_tokens 512 --max_new_tokens 12 --prompts_per_step 4"
-    args = ppo.parse_args(words("--model", checkpoint, "--data", data, common, *flags))
+    args = ppo.parse_args(words("--model", checkpoint, "--data", data, common, "--", *flags))
     ranks = distributed.start(args.timeout, args.hsdp, args.rollout_shards)
     rows = ppo.load_rows(args)
     models = ppo.build_models(args, rows.processor, ranks.device)

@@ -99,6 +99,7 @@ def flags(checkpoint: Path, task: Path, out: Path, *more: str | Path) -> list[st
         *reward,
         "--max_prompt_tokens 512 --max_new_tokens 6 --max_tokens_per_pack 600 --prompts_per_step 4 "
         "--samples_per_prompt 3 --steps 1 --actor_lr 1e-3 --save_every 0",
+        "--",
         *more,
     )
 
@@ -797,6 +798,7 @@ def judge_flags(checkpoint: Path, task: Path, out: Path, *more: str | Path) -> l
         out,
         "--max_prompt_tokens 600 --max_tokens_per_pack 700 --prompts_per_step 4 --lr 1e-3 "
         "--eval_max_new_tokens 5 ",
+        "--",
         *more,
     )
 

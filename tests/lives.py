@@ -171,6 +171,7 @@ def flags_of(model: Path, task: Path) -> Callable:
             "--max_prompt_tokens 256 --max_new_tokens 4 --max_tokens_per_pack 400 --prompts_per_step 4 "
             "--samples_per_prompt 2 --actor_lr 1e-3 --steps 2 --eval_every 0 --save_every 1 --log_samples 0 "
             "--timeout 90 --keep_last 9",
+            "--",
             *more,
         )
 
@@ -258,6 +259,7 @@ def small_task(folder: Path, model: Path, name: str) -> list[str]:
             "--eval_data",
             folder / "judged.jsonl",
             "--lr 1e-3 --eval_every 0 --eval_max_new_tokens 4",
+            "--",
         )
     return words(
         *flags,
@@ -271,6 +273,7 @@ def small_task(folder: Path, model: Path, name: str) -> list[str]:
         "--advantage grpo --kl_coef 0.1 --kl_target 0.001 --kl_horizon 40 --reward_norm --minibatches 2 "
         "--ptx_coef 0.1 --ptx_batch 2 --ptx_data",
         folder / "ptx.jsonl",
+        "--",
     )
 
 

@@ -573,6 +573,7 @@ def dynamic(qwen25, ruled, out, *more: str) -> list[dict]:
             "--max_prompt_tokens 256 --max_new_tokens 4 --max_tokens_per_pack 400 --prompts_per_step 4 "
             "--samples_per_prompt 2 --advantage dr_grpo --reward_norm --actor_lr 1e-3 --dynamic_sampling 3 "
             "--log_samples 1",
+            "--",
             *more,
         )
     )

@@ -247,7 +247,7 @@ def test_refused_before_the_process_group(monkeypatch, line):
     monkeypatch.setattr(torch.distributed, "init_process_group", refuse)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
     with pytest.raises(process.UserError) as refusal:
-        ppo.main(NEEDED + line.split(" "))
+        ppo.main([*NEEDED, "--", *line.split(" ")])
     assert REFUSED[line] in str(refusal.value)
     assert "unrecognized" in str(refusal.value) or "did you mean" not in str(refusal.value)
 
@@ -636,6 +636,24 @@ def test_every_flag_is_read_back_as_it_was_typed(script, tmp_path):
                 change = {other: values[other][0]}
                 together = common_flags.override(first, {name: value} | change)
                 assert common_flags.override(again, change) == together, (name, other)
+
+
+def test_a_flag_that_takes_several_takes_them_at_once():
+    """The last alone would count; of other flags it does."""
+    line = "--model m --data a.jsonl --steps 3 --steps 4"
+    with user_error("--data is given twice; commas separate several: --data a.jsonl,b.jsonl$"):
+        ppo.parse_args(words(line, "--data b.jsonl"))
+    with user_error("--reward is given twice; commas separate several: --reward exact,boxed$"):
+        ppo.parse_args(words(line, "--reward exact --reward boxed"))
+    assert ppo.parse_args(words(line)).steps == 4
+
+
+def test_what_stands_behind_two_dashes_overrides_a_recipe():
+    line = ["--model m --data a.jsonl --steps 3 --reward_recipe", '{"*": [["exact", 1]]}']
+    args = ppo.parse_args(words(*line, "--", "--data b.jsonl --reward box"))
+    assert (args.data, args.reward, args.reward_recipe, args.steps) == ("b.jsonl", "box", "", 3)
+    with user_error("--data is given twice"):
+        ppo.parse_args(words(*line, "--", "--data b.jsonl --data c.jsonl"))
 
 
 def test_one_of_two_flags_that_stand_for_each_other_replaces_the_other_of_a_config(tmp_path):

@@ -414,7 +414,7 @@ def test_nodes_with_other_rows_train_nothing(flags, life_task, tmp_path):
     shutil.copytree(life_task, tmp_path / "task")
     shutil.copytree(life_task, tmp_path / "node-1" / "task")
     argv = flags(tmp_path / "run", f"--data {NODE}/task/rows.jsonl --steps 1 --export_every 0")
-    argv = words(*argv, "--data", f"{NODE}/task/rows.jsonl")
+    argv = words(*argv, "--", "--data", f"{NODE}/task/rows.jsonl")
     told = live(argv, 2, [(other_node, str(tmp_path), True)])
     assert "warning: transformers is " in told and "5.0.0" in told
     rows = (tmp_path / "node-1" / "task" / "rows.jsonl").read_text()

@@ -95,7 +95,7 @@ pytestmark = pytest.mark.usefixtures("write_samples")
 def evaluate_only(checkpoint: Path, task: Path, out: Path, *more: str | Path) -> dict:
     """The metrics of the seven held-out rows."""
     return ppo.main(
-        flags(checkpoint, task, out, "--eval_data", task / "eval.jsonl", "--eval_only", *more)
+        flags(checkpoint, task, out, "--eval_data", task / "eval.jsonl", "--eval_only", "--", *more)
     )
 
 
@@ -1250,7 +1250,8 @@ def run_flags(
     family, more = spec
     talkers = str(Path(__file__).with_name("talkers.py"))
     more = more.replace("TASK", str(task)).replace("TALKERS", talkers)
-    return flags(checkpoints[family], task, out / name, "--eval_data", task / "eval-3.jsonl", more)
+    held_out = "--eval_data", task / "eval-3.jsonl", "--"
+    return flags(checkpoints[family], task, out / name, *held_out, more)
 
 
 @pytest.fixture(scope="module")

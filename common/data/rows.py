@@ -79,6 +79,7 @@ class RowArgs:
     columns: str = flag(
         "",
         "columns of your files, as in prompt=question,images=pictures,answer=solution,label=source",
+        several=True,
     )
     system_prompt: str = flag(
         "",

@@ -60,6 +60,7 @@ class RewardArgs:
         "file.py:function, grm:FOLDER (generative judge), "
         "rm:FOLDER (scalar reward model), a server: http://host:port/path; none: only a teacher",
         paths=True,
+        several=True,
     )
     reward_recipe: str = flag(
         "",

@@ -42,10 +42,10 @@ fi
 judge+=(--row_kind judgements --reward verdict)
 
 fine_tune() {    # stage, model, rows, flags
-    "${launch[@]}" train_grm_vl.py "${tune[@]}" --model "$2" --data "$3" --out "$out/$1" "${@:4}" "${flags[@]}"
+    "${launch[@]}" train_grm_vl.py "${tune[@]}" --model "$2" --data "$3" --out "$out/$1" "${@:4}" -- "${flags[@]}"
 }
 judge_pairs() {  # name, model, pairs, how often in each order
-    "${launch[@]}" train_ppo_vl.py --eval_only "${judge[@]}" --model "$2" --eval_data "$3" --eval_samples "$4" --out "$out/$1" "${flags[@]}"
+    "${launch[@]}" train_ppo_vl.py --eval_only "${judge[@]}" --model "$2" --eval_data "$3" --eval_samples "$4" --out "$out/$1" -- "${flags[@]}"
 }
 table() {        # stage, model
     judge_pairs "$1-table" "$2" "$EVAL_DATA" 5
@@ -60,5 +60,5 @@ python launch/judges/judge_filter.py "$out/judged" --right "$out/right.jsonl" --
 fine_tune right "$out/cold/export/latest" "$out/right.jsonl" --on_bad_row skip ${right[@]+"${right[@]}"}
 table right "$out/right/export/latest"
 "${launch[@]}" train_ppo_vl.py "${judge[@]}" "${rl[@]}" --model "$out/right/export/latest" --data "$out/wrong.jsonl" --advantage grpo \
-    --samples_per_prompt 8 --out "$out/rl" "${flags[@]}"
+    --samples_per_prompt 8 --out "$out/rl" -- "${flags[@]}"
 table rl "$out/rl/export/latest"

@@ -163,6 +163,14 @@ def test_every_script_starts_a_trainer_that_accepts_its_flags(launch, monkeypatc
         assert args.model == "Qwen/Qwen2.5-VL-7B-Instruct"
 
 
+def test_what_is_typed_replaces_what_a_recipe_says(launch, monkeypatch, tmp_path):
+    """Also of flags that take several, and of those that exclude each other."""
+    for name in ("geo3k_grpo.sh", "grounding.sh"):
+        (call,) = launch(name, "--data", "mine.jsonl", "--reward point")
+        _, args = parsed(call, monkeypatch, tmp_path / "a project")
+        assert (args.data, args.reward, args.reward_recipe) == ("mine.jsonl", "point", "")
+
+
 def test_the_parts_of_a_recipe_fit_together(launch, monkeypatch, tmp_path):
     """What one trainer writes is what the next one starts from, and a task is trained with its own rule."""
     project = tmp_path / "a project"

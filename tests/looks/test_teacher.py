@@ -493,7 +493,8 @@ def test_bad_flags(qwen25, task, tmp_path, line, message):
 
 def refused(policy: Path, task: Path, message: str, *more) -> None:
     with user_error(message):
-        ppo.main(flags(policy, task, task / "refused", "--eval_data", task / "eval.jsonl", *more))
+        held_out = "--eval_data", task / "eval.jsonl", "--"
+        ppo.main(flags(policy, task, task / "refused", *held_out, *more))
 
 
 def test_bad_rows_and_folders(qwen25, other, task, tmp_path, monkeypatch):
