@@ -316,11 +316,11 @@ class Parser(argparse.ArgumentParser):
                 layers[-1].append(word)
         values = {}
         for layer in layers:
-            given = vars(self.parse_args(layer))
+            typed = vars(self.parse_args(layer))
             for names in ALTERNATIVES:
-                if names & given.keys():
+                if names & typed.keys():
                     values = {name: value for name, value in values.items() if name not in names}
-            values |= given
+            values |= typed
         refuse = Refusals()
         for name, field in self.fields.items():
             if name in values:

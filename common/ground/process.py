@@ -110,7 +110,7 @@ def end_at_signal(pipe: int) -> None:
 
 def leave(code: int) -> None:
     """End this process without an ordinary exit, which may wait for other ranks. What is registered with
-    atexit has EXIT_SECONDS, such as W&B for its last records. The guardian ends the programs of the user
+    atexit has EXIT_SECONDS, such as W&B for its last records; the guardian ends the programs of the user
     (`common.user_code`)."""
     limit = threading.Timer(EXIT_SECONDS, os._exit, [code])
     limit.daemon = True
@@ -122,7 +122,7 @@ def leave(code: int) -> None:
 def end_now(_number: int, _frame: Any) -> None:
     """Signal handler, until `catch_signals`: end this process, which has nothing to save."""
     tell_now("stopped by a signal with nothing to save; the same command starts again")
-    leave(EXIT_PREEMPTED)
+    os._exit(EXIT_PREEMPTED)
 
 
 def handle_signals(handler: Callable) -> None:
