@@ -75,17 +75,16 @@ QUOTIENT = re.compile(
 IN_TEXT = re.compile(rf"(?<![\w.])(?<![a-z}}]\^)[+-]?{NUMBER}{EXPONENT}", re.ASCII)
 NONE = re.compile(r"\bnone\b")
 LONGEST = 32  # characters of a number in a text; what is longer is none
-EXPONENTS = {"thousand": "e3", "million": "e6", "billion": "e9", "trillion": "e12"}
-EXPONENTS |= {"万": "e4", "亿": "e8"}
+ZEROS = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12, "万": 4, "亿": 8}
 MIXED = (  # numbers that are partly words: minus 3   2.5 million
     (r"(?:\b(?:minus|negative) |负)(?=[\d.])", "-"),
     (
-        rf"(?<![\w./,])({NUMBER}) ?({'|'.join(EXPONENTS)})",
-        lambda match: match[1] + EXPONENTS[match[2]],
+        rf"(?<![\w./,])({NUMBER}) ?({'|'.join(ZEROS)})s?(?![a-z])",  # not 5 millionaires
+        lambda match: _in_full(match[1], ZEROS[match[2]]),
     ),
 )
 # 50k   $2B   1.5bn: letters that touch a number are its scale, and those apart a unit: 300 K   300\text{K}
-LETTER_SCALES = {"k": "e3", "M": "e6", "B": "e9", "bn": "e9"}
+LETTER_SCALES = {"k": 3, "M": 6, "B": 9, "bn": 9}
 TOUCHING = re.compile(rf"(?<![\w.,])({NUMBER})([kKMB]|(?i:bn))(?!\w)", re.ASCII)
 APART = re.compile(r"\d(?:[\s~{}]|\\[a-z]+|\\[,;: !])+([kKMB])(?!\w)", re.ASCII)
 SMALL_B = re.compile(r"\db(?!\w)", re.ASCII)  # no scale, so 12B beside it is a seat, too: 12b
@@ -300,13 +299,21 @@ def units_of(text: str) -> set[str]:
 
 
 def with_scales(text: str, units: Collection[str] = ()) -> str:
-    """A plain text with 50e3 for 50k, except where the letter is one of ``units``."""
+    """A plain text with 50000 for 50k, except where the letter is one of ``units``."""
 
     def scaled(match: re.Match) -> str:
         letter = _letter_scale(match[2])
-        return match[0] if letter in units else match[1] + LETTER_SCALES[letter]
+        return match[0] if letter in units else _in_full(match[1], LETTER_SCALES[letter])
 
     return TOUCHING.sub(scaled, text)
+
+
+def _in_full(number: str, zeros: int) -> str:
+    """2.5 and six zeros are 2500000."""
+    whole, _, behind = number.replace(",", "").partition(".")
+    behind = behind.ljust(zeros, "0")
+    digits = (whole + behind[:zeros]).lstrip("0") or "0"
+    return f"{digits}.{behind[zeros:]}".removesuffix(".")
 
 
 def _letter_scale(letter: str) -> str:

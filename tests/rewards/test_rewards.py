@@ -318,6 +318,9 @@ twenty-one            | 21
 two hundred and five  | 205
 a dozen               | 12
 twenty-five percent   | 25%
+two million dollars   | 2 million dollars
+2.5 million people    | 2500000 people
+$2.5M a year          | 2.5 million a year
 three cm              | 3 cm
 十二                  | 12
 minus three           | -3
@@ -527,6 +530,9 @@ twenty-one                     | 21
 x12                            |
 1/0                            | 1 0
 2.5 million people             | 2500000
+3 millions                     | 3000000
+5 millionaires                 | 5
+7 thousandths                  | 7
 1,234 thousand or 5            | 1234000 5
 negative 3                     | -3
 minus three                    | -3
