@@ -369,9 +369,7 @@ def next_batch(loader: PromptLoader, judge: Policy) -> Batch:
     """The prompts of a step with their targets; prompts whose images do not decode get none."""
     groups, prompts = loader.take()
     examples = [group.examples for group in groups]
-    batch = packs.with_examples(judge.model, prompts, examples)
-    batch.truncated = torch.zeros(len(batch), dtype=torch.bool)
-    return batch
+    return packs.with_examples(judge.model, prompts, examples)
 
 
 @dataclass

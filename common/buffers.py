@@ -263,8 +263,8 @@ class Batch:
         return torch.zeros_like(self.tokens, dtype=torch.bool).index_fill(0, ends, True)
 
     def with_responses(self, responses: Iterable[tuple[int, Tensor]]) -> "Batch":
-        """The same prompts with other samples: the index of the prompt and the token ids (n,) of each.
-        Dropped prompts get none. Raises ValueError: they are not in the order of prompts."""
+        """The same prompts with other samples, complete ones: the index of the prompt and the token ids (n,)
+        of each. Dropped prompts get none. Raises ValueError: they are not in the order of prompts."""
         responses = [(index, tokens) for index, tokens in responses if index not in self.dropped]
         prompt_index = torch.tensor([index for index, _ in responses], dtype=torch.int64)  # (S,)
         if (prompt_index.diff() < 0).any():
@@ -279,6 +279,7 @@ class Batch:
             prompt_index=prompt_index,
             sample_number=ragged_index(torch.zeros_like(counts), counts),
             own_lengths=torch.tensor([len(tokens) for _, tokens in responses], dtype=torch.int64),
+            truncated=torch.zeros(len(responses), dtype=torch.bool),
             tokens=tokens,
             foreign=torch.zeros_like(tokens, dtype=torch.bool),
         )
