@@ -53,6 +53,7 @@ from conftest import (
     write_rows,
 )
 from helpers import JUDGEMENTS, Caught, change_weight, distance, evaluation, judge_flags, trainable
+from launch.data import convert
 from lives import die_at
 
 PAIR = ["A", "B", "tie"]
@@ -1326,17 +1327,34 @@ def test_every_answer_of_a_conversation_is_learned(qwen25, conversations, oracle
     assert distance(caught.gradients[0], expected) < ROUNDING
 
 
+def as_llava(row: dict) -> dict:
+    """A conversation as LLaVA-Instruct writes it, which knows no weights."""
+    if any("weight" in message for message in row.get("messages", [{"weight": 1}])):
+        return row
+    names = {"system": "system", "user": "human", "assistant": "gpt"}
+    turns = [{"from": names[one["role"]], "value": one["content"]} for one in row["messages"]]
+    return {"conversations": turns, "image": row.get("images")}
+
+
 def test_conversations_on_two_ranks_and_in_evaluations(qwen25, conversations):
-    """An evaluation generates the last answer behind the others; records of a step show all turns."""
+    """Of another system, as launch/data/convert.py writes them: every answer is learned. An evaluation
+    generates the last answer behind the others; records of a step show all turns."""
+    foreign, folder = conversations / "eval.jsonl", conversations / "converted"
+    write_rows(foreign, map(as_llava, CONVERSATIONS))
+    convert.main(words(foreign, "--turns all --out", folder))
+    shutil.copy(folder / "eval.jsonl", folder / "rows.jsonl")
     line = "--prompts_per_step 3 --steps 1 --log_samples 5"
     outs = [conversations / name for name in ("one", "two")]
-    grm.main(judge_flags(qwen25, conversations, outs[0], line))
-    ranks.run(grm.main, judge_flags(qwen25, conversations, outs[1], line), world=2)
+    grm.main(judge_flags(qwen25, folder, outs[0], line))
+    ranks.run(grm.main, judge_flags(qwen25, folder, outs[1], line), world=2)
     one, two = map(records, outs)
     for first, second in zip(one, two, strict=True):
         bound = pytest.approx(reproducible(first), rel=2e-4, abs=ROUNDING)
         assert reproducible(second) == bound
     assert one[1]["train/examples"] == 5
+    tokenizer = Processor(qwen25).tokenizer
+    learned = [int((masked(tokenizer, row)[1] != -100).sum()) for row in CONVERSATIONS]
+    assert one[1]["train/tokens"] == sum(learned)
     evaluated = evaluation(outs[0], 1)["records"]
     assert [record["response_text"] for record in evaluated] == [turns[-1] for turns in LEARNED]
     assert evaluated[0]["info"]["question"] == "what is it?\nwhich colour?\nsure?"

@@ -100,7 +100,8 @@ def flash_attn_problem() -> str:
 def replacement_problem(replacement: Replacement, device: torch.device) -> str:
     """Put other kernels under the operators of varlen, and try them once: versions of torch and of the
     package do not always fit. Returns why they cannot be used; "" if they now are."""
-    if not hasattr(torch.nn.attention, "activate_flash_attention_impl"):
+    verbs = "activate", "restore", "current"
+    if not all(hasattr(torch.nn.attention, f"{verb}_flash_attention_impl") for verb in verbs):
         return f"torch {torch.__version__} cannot replace its kernels"
     names = (each.metadata["Name"] or "" for each in importlib.metadata.distributions())
     packages = {name.replace("_", "-") for name in names}

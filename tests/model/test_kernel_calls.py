@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.attention._fa3 as torch_fa3
 import torch.nn.attention._fa4 as torch_fa4
 import torch.nn.attention.varlen as torch_varlen
 
@@ -149,9 +150,11 @@ def test_other_kernels_are_under_the_operators_until_another_backend_is_chosen(m
     assert attention.replaced_kernels() == "FA4"
     assert attention.choose_backend("varlen", torch.device("cuda")) == "varlen"
     assert attention.replaced_kernels() is None
-    monkeypatch.delattr(torch.nn.attention, "activate_flash_attention_impl")
-    with user_error(f"torch {re.escape(torch.__version__)} cannot replace its kernels"):
-        attention.choose_backend("fa4", torch.device("cuda"))
+    for verb in ("activate", "restore", "current"):
+        with monkeypatch.context() as patch:
+            patch.delattr(torch.nn.attention, f"{verb}_flash_attention_impl")
+            with user_error(f"torch {re.escape(torch.__version__)} cannot replace its kernels"):
+                attention.choose_backend("fa4", torch.device("cuda"))
 
 
 @pytest.mark.parametrize("major, dim", [(9, 192), (10, 128), (10, 192), (10, 256), (10, 512)])
@@ -224,6 +227,49 @@ def test_torchs_calls_are_those_of_flash_attn_4(monkeypatch, form):
         sides = arguments["window_size_left"], arguments["window_size_right"]
         assert (arguments["causal"], *sides) == expected
     assert len(seen) == 2
+
+
+# of hopper/flash_api_stable.cpp of FlashAttention 3, as torch 2.13 calls them: by position
+FLASH_ATTN_3 = {
+    "fwd": "q, k, v, k_new=None, v_new=None, q_v=None, out=None, cu_seqlens_q=None, cu_seqlens_k=None, "
+    "cu_seqlens_k_new=None, seqused_q=None, seqused_k=None, max_seqlen_q=None, max_seqlen_k=None, "
+    "page_table=None, kv_batch_idx=None, leftpad_k=None, rotary_cos=None, rotary_sin=None, "
+    "seqlens_rotary=None, q_descale=None, k_descale=None, v_descale=None, softmax_scale=None, "
+    "is_causal=False, window_size_left=-1, window_size_right=-1, attention_chunk=0, softcap=0.0, "
+    "is_rotary_interleaved=False, scheduler_metadata=None, num_splits=0, pack_gqa=None, sm_margin=0",
+    "bwd": "dout, q, k, v, out, softmax_lse, dq=None, dk=None, dv=None, cu_seqlens_q=None, "
+    "cu_seqlens_k=None, seqused_q=None, seqused_k=None, max_seqlen_q=None, max_seqlen_k=None, "
+    "softmax_scale=None, is_causal=False, window_size_left=-1, window_size_right=-1, softcap=0.0, "
+    "deterministic=False, sm_margin=0",
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_torchs_calls_are_those_of_flash_attn_3(monkeypatch, form):
+    """Forward and backward; -1 is no window."""
+    (causal, left, right), _ = FORMS[form]
+    q, bounds, seen = torch.zeros(24, 2, 64), torch.tensor([0, 24], dtype=torch.int32), {}
+
+    def kernel(name: str):
+        def called(*positional):
+            seen[name] = signature(FLASH_ATTN_3[name]).bind(*positional).arguments
+            return positional[0], torch.zeros(2, 24), None, None
+
+        return called
+
+    monkeypatch.setattr(torch_fa3, "_FA3_CUDA_FWD", kernel("fwd"))
+    monkeypatch.setattr(torch_fa3, "_FA3_CUDA_BWD", kernel("bwd"))
+    common = bounds, bounds, 24, 16, 0.125, causal, left, right
+    out, logsumexp = torch_fa3._fa3_run_forward(q, q, q, *common, None)
+    torch_fa3._fa3_run_backward(out, q, q, q, out, logsumexp, *common)
+    for arguments in (seen["fwd"], seen["bwd"]):
+        named = "cu_seqlens_q max_seqlen_q max_seqlen_k softmax_scale is_causal".split()
+        named += ["window_size_left", "window_size_right"]
+        values = bounds, 24, 16, 0.125, causal, left, right
+        for name, value in zip(named, values, strict=True):
+            assert arguments[name] is value or arguments[name] == value, name
+    assert seen["fwd"]["softcap"] == seen["bwd"]["softcap"] == 0.0
+    assert seen["fwd"]["attention_chunk"] == 0
 
 
 # ----------------------------------------------------------------------------- signatures
