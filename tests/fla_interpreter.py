@@ -17,14 +17,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common.model import linear_attention
 from common.model.linear_attention import PackedDelta
 
-# a prompt and two responses; a prompt within a chunk of 64 tokens, and its response
-SEGMENTS = [
-    (0, 70, 0, 0),
-    (70, 90, 0, 70),
-    (90, 130, 0, 70),
-    (130, 140, 0, 0),
-    (140, 145, 130, 140),
-]
+# a prompt of two chunks of 64 tokens, and two responses, each within one
+SEGMENTS = [(0, 70, 0, 0), (70, 90, 0, 70), (90, 130, 0, 70)]
 KEY_HEADS, HEADS, DIM = 1, 2, 16
 NAMES = ("output", "q", "k", "v", "decay", "strength")
 

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 import ranks
+import train_grm_vl as grm
 import train_ppo_vl as ppo
 from common.model import fsdp, vlm, weights
 from conftest import (
@@ -18,7 +19,16 @@ from conftest import (
     seeded,
     start,
 )
-from helpers import MOVED, asleep, changed, flags, samples_of_every_step, tensors
+from helpers import (
+    MOVED,
+    asleep,
+    changed,
+    evaluation,
+    flags,
+    judge_flags,
+    samples_of_every_step,
+    tensors,
+)
 
 pytestmark = pytest.mark.usefixtures("write_samples")
 
@@ -53,6 +63,31 @@ def test_what_is_held_whole_computes_what_a_gathered_copy_would(
     whole, copied = folders
     assert_same_records(records(whole), records(copied))
     assert same_tensors(tensors(whole / "export" / "step-2"), tensors(copied / "export" / "step-2"))
+
+
+def test_a_judge_with_adapters_is_trained_and_evaluated_as_with_a_gathered_copy(
+    qwen25, judgements, tmp_path, monkeypatch
+):
+    """train_grm_vl.py in bfloat16: every metric, every judgement and every merged weight."""
+    whole_parameters, held, folders = vlm.whole_parameters, [], []
+
+    def noted(module: vlm.Wrapper, shards: int) -> set:
+        held.append(whole_parameters(module, shards))
+        return held[-1]
+
+    for way in (noted, gathered):
+        monkeypatch.setattr(vlm, "whole_parameters", way)
+        folders.append(tmp_path / way.__name__)
+        flags = "--lora_rank 3 --dtype bfloat16 --lr 1e-2 --steps 1 --save_every 0"
+        grm.main(judge_flags(qwen25, judgements, folders[-1], flags))
+    whole, copied = folders
+    assert_same_records(records(whole), records(copied))
+    assert evaluation(whole, 1) == evaluation(copied, 1)
+    exports = [tensors(folder / "export" / "step-1") for folder in folders]
+    assert same_tensors(*exports)
+    assert changed(tensors(qwen25), exports[0])
+    (frozen,) = held
+    assert sum(p.numel() for p in frozen) > 1e5
 
 
 def test_an_export_holds_the_files_values(qwen25, picture_rows, tmp_path):
