@@ -316,7 +316,8 @@ class AlgorithmArgs:
     )
     advantages_norm: str = flag(
         "auto",
-        "whiten advantages over the step. auto: on for gae, reinforce++ and reinforce_baseline",
+        "whiten advantages over the step. auto: on for gae, bi_level_gae, reinforce++ and "
+        "reinforce_baseline",
         choices=("auto", "on", "off"),
     )
     advantage_clip: float = flag(0.0, "largest absolute advantage; 0: off")

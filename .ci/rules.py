@@ -213,7 +213,7 @@ def unread_flags(modules: dict[str, ast.Module]) -> Problems:
 
 
 def documents(modules: dict[str, ast.Module]) -> Problems:
-    """Flags, files, links, and in the table of parity tests, that are not there."""
+    """Flags, files, links, sentences, and in the tables of parity and sentences tests, that are not there."""
     known = flags_of(modules) | set(FLAGS_OF_OTHERS.split())
     for path in (ROOT / "launch").rglob("*.py"):
         known |= set(re.findall(r"\"--([a-z][\w-]+)\"", path.read_text(encoding="utf-8")))
@@ -235,13 +235,28 @@ def documents(modules: dict[str, ast.Module]) -> Problems:
     for file, test in re.findall(r"\b(\w+)::(\w+)", parity):
         if f"def test_{test}(" not in tests.get(f"test_{file}", ""):
             yield f"tests/README.md: there is no {file}::{test}"
+    yield from sentences(pages)
     for path in (*(ROOT / "launch").rglob("*.s*"), *(ROOT / name for name in READMES)):
         text = path.read_text(encoding="utf-8").replace("--remote_*", "")
         text = "\n".join(
             line for line in text.splitlines() if "sbatch" not in line and "scancel" not in line
         )
-        for flag in sorted(set(re.findall(r"(?<![\w-])--([a-z][\w-]*\w)", text)) - known):
+        named = set(re.findall(r"(?<![\w-])--([a-z][\w-]*\w)", text))
+        off = {flag for flag in named if flag.removeprefix("no-") in known}
+        for flag in sorted(named - known - off):
             yield f"{path.relative_to(ROOT)}: there is no --{flag}"
+
+
+def sentences(pages: dict[str, str]) -> Problems:
+    """Those that tests/README.md quotes and the page does not say any more; and rows without a test."""
+    _, *parts = re.split(r"^\*\*`(.+)`\*\*$", pages["tests/README.md"], flags=re.MULTILINE)
+    for page, rows in zip(parts[::2], parts[1::2]):
+        quoted = re.findall(r"^\| (.+?) \|(.*)$", rows, re.MULTILINE)[1:]
+        for sentence, tests in quoted:
+            if sentence not in pages[page]:
+                yield f"{page} does not say any more: {sentence}"
+            if "::" not in tests:
+                yield f"tests/README.md: no test of: {sentence}"
 
 
 def experiments() -> Problems:

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import threading
@@ -38,6 +39,34 @@ NEEDED = words("--model m --data d.jsonl")  # parse_args looks at neither
 
 
 # ------------------------------------------------------------------------------------------------ every flag
+def test_flags_of_the_pages_can_be_typed():
+    """With their values, as `--offload all`, and in commands; N and %a stand for a number."""
+    parsers = {script.__name__: common_flags.build_parser(script.Args, "") for script in (ppo, grm)}
+    lines = []  # with the parsers of which one must take it
+    for page in ("README.md", "common/README.md", "launch/README.md"):
+        text = (ROOT / page).read_text().replace("\\\n", " ")
+        for code in re.findall(r"`(--[a-z][^`\n]* [^`\n]*)`", text):
+            names = {word[2:] for word in code.split() if word.startswith("--")}
+            taking = [each for each in parsers.values() if names <= each.fields.keys() | {"config"}]
+            if taking:
+                lines.append((code.partition("\\|")[0], taking))
+        for name, line in re.findall(r"^[^`\n]*(train_\w+_vl)\.py (--[^`\n]*)", text, re.MULTILINE):
+            lines.append((line.partition("#")[0], [parsers[name]]))
+    for line, taking in lines:
+        typed = ["1" if word in ("N", "%a") else word for word in shlex.split(line)]
+        problems = [problem_of(each, typed) for each in taking]
+        assert "" in problems, (line, problems)
+    assert len(lines) > 60
+
+
+def problem_of(parser: common_flags.Parser, line: list[str]) -> str:
+    try:
+        parser.parse_args(line)
+    except process.UserError as error:
+        return str(error)
+    return ""
+
+
 def test_paths_become_absolute(tmp_path, monkeypatch):
     """args.json can then be read from any folder, and names one export where `latest` moves on."""
     for name in (
@@ -147,6 +176,28 @@ def test_defaults_are_consistent():
     """The defaults, with the two flags that have none, pass their own checks."""
     defaults = ppo.Args(model="m", data="d.jsonl", out=Path.cwd() / "runs/<time>")
     assert ppo.parse_args(NEEDED) == common_flags.override(defaults, {})
+
+
+STATED = {
+    "advantage": "gae",
+    "advantage_clip": 0.0,
+    "dual_clip": 3.0,
+    "eval_samples": 1,
+    "export_every": -1,
+    "gradient_checkpointing": "auto",
+    "importance_cap": 0.0,
+    "loss_aggregation": "token-mean",
+    "on_bad_row": "error",
+    "replay_experts": True,
+    "resume": "auto",
+    "reward": "boxed",
+    "train_vision": False,
+}
+
+
+def test_defaults_that_the_pages_state():
+    args = ppo.parse_args(NEEDED)
+    assert {name: getattr(args, name) for name in STATED} == STATED
 
 
 def test_a_flag_reaches_its_field():
@@ -299,6 +350,15 @@ def test_the_losses_of_the_flag_are_those_of_the_formulas():
     assert choices["advantage"] == ("auto", *ppo.ESTIMATORS)
     for mode in choices["loss_aggregation"][1:]:
         assert losses.token_weights(torch.tensor([3, 1]), mode, 8).shape == (2,)
+    # two names of one estimator; "none" is none
+    assert len(set(ppo.ESTIMATORS.values())) - 1 == 14
+    assert len(ppo.POLICY_LOSSES) == 6
+
+
+def test_the_help_names_the_estimators_that_whiten():
+    (named,) = (field.metadata["help"] for _, field in FIELDS if field.name == "advantages_norm")
+    words_of_it = set(re.split(", | and ", named.partition("auto: on for ")[2]))
+    assert words_of_it == {name for name, kind in ppo.ESTIMATORS.items() if kind.whiten}
 
 
 @pytest.mark.skipif(
@@ -367,6 +427,11 @@ def test_versions_that_were_tried_last_are_told(tmp_path):
         oldest, newest = versions.TRIED[name]
         assert f"tried last: {name} {newest} " in result.stdout
         assert f"{name}>={oldest}," in (ROOT / "requirements.txt").read_text()
+    python, torch_, (oldest, _) = versions.TRIED.values()
+    stated = (
+        f"Python {' or '.join(python)}, torch {' to '.join(torch_)}, transformers {oldest} or later"
+    )
+    assert stated in (ROOT / "README.md").read_text()
 
 
 @pytest.mark.parametrize("line", ["--data d.jsonl --model=", "--model m"])

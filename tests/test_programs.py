@@ -461,6 +461,7 @@ def test_answers_are_plain_data():
 
 
 def test_an_answer_has_a_largest_size(tmp_path, monkeypatch):
+    assert answers.MOST_BYTES == 512 * 2**20
     monkeypatch.setattr(answers, "MOST_BYTES", 1000)
     score = load(tmp_path / "mine.py", "def score(prompts):\n    return 'x' * prompts[0]\n")
     assert len(score([900])) == 900

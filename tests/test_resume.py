@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -856,6 +857,22 @@ def test_the_best_evaluation_is_kept(flags, out, metric, sign):
         "--keep_best eval/y: evaluations have eval/episode, eval/index, eval/train_step, eval/x"
         in told
     )
+
+
+def test_without_saves_the_best_is_exported_alone(start, out, monkeypatch):
+    more = "--eval_every 1 --save_every 0 --export_every 0 --keep_best eval/x"
+    begun = start(more)
+    monkeypatch.setattr(begun, "save", None)
+    monkeypatch.setattr(
+        checkpoint.weights, "export", lambda module, processor, folder: folder.mkdir(parents=True)
+    )
+    exports = {"export": SimpleNamespace(module=None, ema_beta=0)}
+    for step, best in ((0, None), (1, 1), (2, 2), (3, 2)):
+        begun.save_if_best(step, best)
+        begun.export_if_due(step, 5, exports, None)
+    assert steps(out) == []
+    assert sorted(path.name for path in (out / "export").iterdir()) == ["best", "step-2"]
+    assert os.readlink(out / "export" / "best") == "step-2"
 
 
 # ----------------------------------------------------------------------------- damaged checkpoints

@@ -974,10 +974,14 @@ def test_one_dataset_is_drawn_in_the_order_of_its_seed(qwen25, task, tmp_path):
         assert drawn == order[:12]
 
 
-def test_eval_only_without_training_data_and_without_a_schedule(qwen25, task, tmp_path, capsys):
+def test_eval_only_without_training_data_and_without_a_schedule(
+    qwen25, task, tmp_path, capsys, monkeypatch
+):
     """--eval_only evaluates, whatever --eval_every says, and needs no --data; it leaves no empty
-    folder and prints a line that fits a terminal."""
-    metrics = evaluate_only(qwen25, task, tmp_path / "run", "--data= --eval_every 0")
+    folder and prints a line that fits a terminal. A signal ends it at once: none is caught."""
+    with monkeypatch.context() as patched:
+        patched.setattr(ppo.process, "catch_signals", None)
+        metrics = evaluate_only(qwen25, task, tmp_path / "run", "--data= --eval_every 0")
     assert metrics["eval/num_samples"] == 7
     (printed,) = (
         text for text in capsys.readouterr().out.splitlines() if text.startswith("eval  ")

@@ -36,7 +36,7 @@ from common.buffers import Batch
 from common.data.families import BOTH_WAYS, FAMILIES, IN_WINDOWS, family_of
 from common.data.loader import PromptLoader, load_pixels
 from common.data.processor import Processor, answer_frame
-from common.data.rows import measure
+from common.data.rows import load_prompts, measure
 from common.envs.replies import read_parts
 from common.flags import DataArgs
 from common.looks import further_losses, image_changes
@@ -560,6 +560,21 @@ def test_onevision_treats_an_image_alone_in_another_way(tmp_path, picture_rows):
     assert len(load_pixels(beside, processor)) == 1
     with user_error("images in replies are not supported for llava_onevision"):
         read_parts(Image.new("RGB", (30, 40)), processor, 100)
+
+
+def test_pan_and_scan_is_off_whatever_the_file_says(tmp_path, picture_rows):
+    """As in Gemma's own processor, which takes it from a call alone."""
+    write_family("gemma3", tmp_path, picture_rows)
+    settings = read_json(tmp_path / "processor_config.json")
+    settings["image_processor"]["do_pan_and_scan"] = True
+    write_json(tmp_path / "processor_config.json", settings)
+    Image.new("RGB", (2000, 500)).save(tmp_path / "wide.png")
+    path = write_rows(tmp_path / "wide.jsonl", [{"prompt": "what?", "images": ["wide.png"]}])
+    processor = Processor(tmp_path)
+    (prompt,) = load_prompts(path, processor, DataArgs(max_prompt_tokens=2000))
+    theirs = hf_inputs(SimpleNamespace(kind="gemma3", folder=tmp_path), prompt)
+    assert theirs["input_ids"][0].tolist() == prompt.input_ids.tolist()
+    assert len(theirs["pixel_values"]) == len(load_pixels(prompt, processor)[0]) == 1
 
 
 @pytest.mark.parametrize(

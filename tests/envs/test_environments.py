@@ -9,6 +9,7 @@ import math
 import shutil
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -525,6 +526,22 @@ def test_an_environment_says_its_accuracy_by_name(qwen25, picture_rows, names):
     assert torch.equal(
         batch.components["accuracy"], answered.float() if names else torch.zeros(len(batch))
     )
+
+
+@pytest.mark.parametrize(
+    "accuracies, expected",
+    [([None, None, None], [1.0, 0.0, 1.0]), ([None, 0.5, None], [0.0, 0.5, 0.0])],
+)
+def test_without_any_accuracy_a_reward_of_1_is_right(accuracies, expected):
+    """The sum of a sample's turns."""
+    rewards = [0.5, 0.5], [0.9], [2.0]
+    conversations = [
+        SimpleNamespace(rewards=earned, accuracy=accuracy, ends=range(len(earned)))
+        for earned, accuracy in zip(rewards, accuracies)
+    ]
+    batch = SimpleNamespace(conversations=conversations, offsets=torch.tensor([0, 4, 8, 12]))
+    columns = sources.score_turns(batch, [0, 1, 2], None).columns
+    assert columns == {"reward": [1.0, 0.9, 2.0], "accuracy": expected}
 
 
 def test_an_environment_may_change_its_row():

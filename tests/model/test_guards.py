@@ -101,6 +101,13 @@ def test_decoders_that_see_ahead_in_text_are_refused(kind, value):
         build.build_model(config, COMPUTE)
 
 
+def test_soft_capped_attention_is_refused():
+    config = make_config("llava", make_tokenizer("llava"))
+    config.text_config.attn_logit_softcapping = 50.0
+    with user_error("text model has attn_logit_softcapping, which is not supported"):
+        build.build_model(config, COMPUTE)
+
+
 def test_heads_too_large_for_a_back_end_are_said(tmp_path, picture_rows, monkeypatch, capfd):
     """At the start: these layers attend by sdpa."""
     write_family("gemma4_31b", tmp_path, picture_rows)

@@ -240,6 +240,33 @@ def test_rewards_are_levelled_by_what_the_type_rounds(dtype, apart):
     assert levelled[3] == -3.0
 
 
+@pytest.mark.parametrize("dtype, share", [(torch.float32, 0.0005), (torch.bfloat16, 0.02)])
+def test_how_much_of_a_judges_rewards_is_rounding(dtype, share):
+    """Of the distance between the best and the worst verdict; with n questions, 1 / √n of that."""
+    scores = torch.tensor([1.0, 5.0, 3.0])
+    error = reward_models.LOGIT_ERROR[dtype]
+    scorer = SimpleNamespace(worth=scores, logit_error=error, args=RewardArgs())
+    by_questions = torch.tensor([1.0, 1 / 2])  # of one question, and of four
+    noise = reward_models.JudgeModel.noise_of(scorer, {"reward": by_questions}, by_questions)
+    assert noise["reward"].tolist() == pytest.approx([4 * share, 2 * share], rel=0.03)
+
+
+@pytest.mark.parametrize("opponents, count", [(7, 56), (3, 48)])
+def test_how_many_questions_eight_samples_take(opponents, count):
+    scorer = SimpleNamespace(
+        kind="answers",
+        opponents=opponents,
+        worth=torch.zeros(3),
+        without_markup=str,
+        question=lambda row, texts: texts,
+    )
+    batch = SimpleNamespace(prompts=[SimpleNamespace(reference=None)])
+    answers = [(0, text) for text in "abcdefgh"]
+    questions = reward_models.JudgeModel.questions(scorer, batch, answers)
+    assert len(questions) == 8 * opponents * 2
+    assert len({id(question.prompt) for question in questions}) == count
+
+
 @pytest.mark.slow
 def test_a_judge_whose_logprobs_are_not_finite(qwen25, picture_rows, judges):
     flags = words("--reward", f"grm:{judges['near']}", "--grm_question score")
@@ -422,6 +449,10 @@ def test_a_scalar_reward_model(qwen25, picture_rows, tmp_path, monkeypatch, key)
         expected.append(float(hidden[0, -1] @ head[0] + bias))
     assert scored.rewards.tolist() == pytest.approx(expected, abs=1e-4)
     assert max(expected) - min(expected) > 0.01
+    opinions = reward.sources[0].score.ask(batch, [(0, texts[0])])
+    value, noise = opinions.columns["reward"], opinions.noise["reward"]
+    assert noise.tolist() == pytest.approx((2e-4 * value.abs()).tolist())
+    assert reward_models.LOGIT_ERROR[torch.bfloat16] == pytest.approx(0.008 / 2, rel=0.03)
     save_weights(folder, tensors)
     with user_error("1 weights do not fit config.json, the first: score.weight is in no file"):
         build(env, sources.load_rewards(env.args))
@@ -778,7 +809,7 @@ def test_rows_that_cannot_be_scored_are_named(qwen25, picture_rows):
 def test_a_judge_is_not_asked_what_it_never_learned():
     for trained, asked in (
         (["score", "correct"], "correct"),
-        (["pictures", "score"], "score"),
+        (["pictures", "answers", "score"], "score"),
         (["rubric", "answers"], "answers"),
         (["rubric"], "rubric"),
     ):

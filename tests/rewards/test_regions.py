@@ -213,6 +213,17 @@ def test_accuracy_at_one_half(predicted, boxes, value):
     assert result["box_iou"] == share
 
 
+@pytest.mark.parametrize(
+    "answered, true, value", [(100, 1, 0.01), (101, 1, 0), (120, 60, 0.5), (121, 60, 0)]
+)
+def test_too_many_boxes_earn_nothing(answered, true, value):
+    """Though the true ones are among them."""
+    boxes = [[7 * k, 0, 7 * k + 5, 50] for k in range(answered)]
+    result = scores(as_json(*boxes), boxes[:true])
+    assert result["box_iou"] == pytest.approx(value)
+    assert result["parsed"]
+
+
 @pytest.mark.parametrize("answer", ["none", "None.", "no objects", "[]", "<answer>none</answer>"])
 def test_there_may_be_nothing(answer):
     assert scores(answer, [])["box_iou"] == 1
@@ -275,6 +286,13 @@ def test_point(response, value):
 )
 def test_named_axes_may_come_in_any_order(text, numbers):
     assert read_places(text) == [(numbers, "")]
+
+
+@pytest.mark.parametrize("x, value", [(225, 1), (226, 0), (175, 1), (174, 0)])
+def test_a_point_is_near_within_a_twentieth_of_the_diagonal(x, value):
+    """Of 500 pixels: 25."""
+    there = truth([], file=(300, 400), points=[(200, 300)])
+    assert score_point(f"[{x}, 300]", there)["accuracy"] == value
 
 
 def test_a_click_of_computer_use_is_a_point():

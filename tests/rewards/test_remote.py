@@ -164,6 +164,17 @@ def test_a_picture_of_eight_samples_travels_once(tmp_path):
     assert others == [[{"same_as": [0, 0]}, {"same_as": [0, 1]}, {"same_as": [0, 0]}]] * 7
 
 
+@pytest.mark.parametrize("count, sent", [(40, 16), (5, 5)])
+def test_a_clip_travels_as_sixteen_frames_at_most(tmp_path, count, sent):
+    """Evenly spaced, the first and the last among them."""
+    names = [str(tmp_path / f"{k}.png") for k in range(count)]
+    for k, name in enumerate(names):
+        Image.new("L", (8, 8), 5 * k).save(name)
+    ((frames,),) = remote.encode_images([[tuple(names)]])
+    shades = [picture.getpixel((0, 0))[0] for picture in open_pictures(frames, [])]
+    assert shades == [5 * round(k * (count - 1) / (sent - 1)) for k in range(sent)]
+
+
 def test_text_survives_json(server):
     """Quotes, other alphabets, control characters, half a surrogate pair: what a policy may well sample."""
     texts = ['"}\\', "Würfel 骰子 🎲", "\x00\u2028\n", "\ud83c"]

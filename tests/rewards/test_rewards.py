@@ -431,6 +431,7 @@ log₂3                | log23
 1.0000001            | 1
 1                    | 1.0000001
 0.3333               | 1/3
+3.14159              | 3.14
 0.5000001            | 1/2
 0.5000001            | 50%
 B. C. A.             | B
@@ -1099,7 +1100,9 @@ def test_metrics_of_each_task():
         ([["a", "a"], ["a"]], [["x", "x"], ["y"]]),  # files do
         ([[None, None], ["a"]], [["x", "x"], ["a"]]),  # both
         ([["a", "a"]], [["", ""]]),  # nothing does
+        ([[f"{k}" for k in range(50)]], [[f"{k}" for k in range(50)]]),
         ([[f"{k}" for k in range(51)]], [[""] * 51]),  # each row is its own
+        ([[f"{k}" for k in range(51)], ["a"]], [["x"] * 51, ["y"]]),
     ],
 )
 def test_tasks_are_told_apart_by_labels_or_files(labels, tasks):
