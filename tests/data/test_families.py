@@ -574,7 +574,7 @@ def test_pan_and_scan_is_off_whatever_the_file_says(tmp_path, picture_rows):
     (prompt,) = load_prompts(path, processor, DataArgs(max_prompt_tokens=2000))
     theirs = hf_inputs(SimpleNamespace(kind="gemma3", folder=tmp_path), prompt)
     assert theirs["input_ids"][0].tolist() == prompt.input_ids.tolist()
-    assert len(theirs["pixel_values"]) == len(load_pixels(prompt, processor)[0]) == 1
+    assert len(theirs["pixel_values"]) == len(load_pixels(prompt, processor)) == 1
 
 
 @pytest.mark.parametrize(
