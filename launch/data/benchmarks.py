@@ -59,11 +59,11 @@ def rows_of(benchmark: str, row: dict) -> Rows:
 
     Raises LeftOut, FileNotFoundError (no image), and UserError: a row without an answer, or of
     another benchmark."""
-    require(row, FILE_COLUMNS[benchmark])
+    require_columns(row, FILE_COLUMNS[benchmark])
     return [pair | {"benchmark": benchmark} for pair in READERS[benchmark](dict(row))]
 
 
-def require(row: dict, columns: str) -> None:
+def require_columns(row: dict, columns: str) -> None:
     """Raises UserError: one of the columns is missing or empty, or an entry of its list is
     missing. A model may have answered nothing, which is an answer."""
     for column in columns.split():
@@ -76,7 +76,7 @@ def require(row: dict, columns: str) -> None:
 
 
 def vl_rewardbench(row: dict) -> Rows:
-    require(row, "chosen rejected" if "chosen" in row else "response human_ranking")
+    require_columns(row, "chosen rejected" if "chosen" in row else "response human_ranking")
     return [row | {"image": take_file(row, "image"), "source": vl_group(row["id"])}]
 
 

@@ -119,7 +119,7 @@ SIDE = r"(?i)(.*?)[ _]?([012ab]|left|right)"
 # ---- Files
 
 
-def read_rows(path: Path) -> Iterator[str | bytes | dict]:
+def read_source(path: Path) -> Iterator[str | bytes | dict]:
     """The rows of a table or of JSON, or the lines of JSONL, whatever the file is called."""
     with open_file(path) as file:
         if path.suffix == ".parquet":
@@ -130,7 +130,7 @@ def read_rows(path: Path) -> Iterator[str | bytes | dict]:
             yield first
             yield from file
         else:
-            yield from read_json(first + file.read(), path)
+            yield from split_json(first + file.read(), path)
 
 
 def read_parquet(file: BinaryIO, path: Path) -> Iterator[dict]:
@@ -177,7 +177,7 @@ def named(value: Any, feature: Any) -> Any:
     return value
 
 
-def read_json(data: bytes, path: Path) -> list:
+def split_json(data: bytes, path: Path) -> list:
     """The elements of a list, or objects over several lines; else it must be JSONL, perhaps with blank
     lines first. Raises UserError: it is in UTF-16."""
     if not json.detect_encoding(data).startswith("utf-8"):
@@ -420,7 +420,7 @@ def numbered_image(converted: dict) -> str:
 def numbered_rows(paths: list[Path]) -> Iterator[tuple[Path, int, str | bytes | dict]]:
     """The file, the number of the row in it, and the row or its line; blank lines are only counted."""
     for path in paths:
-        for number, row in enumerate(read_rows(path), start=1):
+        for number, row in enumerate(read_source(path), start=1):
             if not isinstance(row, str | bytes) or row.strip():
                 yield path, number, row
 
