@@ -2004,11 +2004,17 @@ def performance(
 
 def load_programs(args: Args) -> tuple[sources.RewardMix, Environment | None, Callable | None]:
     """The sources of rewards, the environment, and the function of --curriculum; runs the user's code.
-    Raises UserError."""
+    Raises UserError, also if a model beside --model is missing: the rows may take minutes to read."""
     reward, weigh = sources.load_rewards(args), None
     environment = environments.load_environment(args, args.max_prompt_tokens)
     if args.curriculum:
         weigh, *_ = load_function("--curriculum", args.curriculum, "rows, samples, rewards")
+    models = [
+        source.spec.partition(":")[2] for source in reward.sources if source.kind in ("grm", "rm")
+    ]
+    for name in (*models, args.critic_model, args.reference_model, args.teacher_model):
+        if name not in ("", "self", "ema"):
+            weights.resolve_folder(name, weights=False)
     return reward, environment, weigh
 
 

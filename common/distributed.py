@@ -113,6 +113,8 @@ def start(
     """
     world = expected_ranks()
     device, no_device = attempt(choose_device)
+    device = device or torch.device("cpu")  # with which this rank joins, to say what is wrong
+    problem = problem or no_device
     shape, names = (world,), ("shards",)
     if hsdp:
         if world % hsdp:
@@ -120,15 +122,15 @@ def start(
         shape, names = (world // hsdp, hsdp), ("copies", "shards")
     if not dist.is_initialized():
         watch_signals()
-        gpu = device is not None and device.type == "cuda"
+        gpu = device.type == "cuda"
         with waiting_for_ranks(world, timeout):
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if gpu else "gloo", timeout=timedelta(seconds=timeout)
             )
         end_with_others()
     with raise_on_all_ranks():
-        if problem or no_device:
-            raise problem or no_device
+        if problem:
+            raise problem
         local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         if local % rollout_shards:  # a team would span machines
             raise UserError(

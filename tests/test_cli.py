@@ -470,6 +470,8 @@ def score(prompts, responses, references, labels, images):
 --reward_recipe {                    | --reward_recipe {: expected {label:
 --env PROGRAM.py:Missing             | Missing
 --curriculum PROGRAM.py:score        | --curriculum PROGRAM.py:score:
+--reward grm:./nowhere               | checkpoint ./nowhere: no such folder
+--kl_coef 1 --reference_model ./none | checkpoint ./none: no such folder
 --reward PROGRAM.py:score            | the toy is written now
 """),
 )

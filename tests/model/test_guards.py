@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoConfig, LlamaConfig
+from transformers import AutoConfig, CLIPVisionConfig, LlamaConfig, LlavaConfig, SeedOssConfig
 from transformers.models.glm4v.modeling_glm4v import Glm4vVisionPatchMerger
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP, LlamaRMSNorm
 
@@ -241,6 +241,17 @@ def test_a_quantized_part_is_refused(tmp_path, picture_rows):
     write_json(tmp_path / "config.json", config)
     with user_error("quantized checkpoints are not supported"):
         Processor(tmp_path)
+
+
+def test_a_config_loses_its_noise_and_nothing_else():
+    """Seed-OSS has dropout by default; a router's noise acts in training alone, too."""
+    noise = {"attention_dropout": 0.1, "residual_dropout": 0.1, "router_jitter_noise": 0.01}
+    text = SeedOssConfig(hidden_size=32, **noise)
+    whole = LlavaConfig(text_config=text, vision_config=CLIPVisionConfig(attention_dropout=0.2))
+    before = whole.to_dict()
+    after = build.without_noise(whole).to_dict()
+    assert before["text_config"] | dict.fromkeys(noise, 0.0) == after["text_config"]
+    assert before["vision_config"] | {"attention_dropout": 0.0} == after["vision_config"]
 
 
 def test_a_tower_gets_pixels_as_they_are_read():
