@@ -114,7 +114,7 @@ def start(
     world = expected_ranks()
     device, no_device = attempt(choose_device)
     device = device or torch.device("cpu")  # with which this rank joins, to say what is wrong
-    problem = problem or no_device
+    problem, gpu = problem or no_device, device.type == "cuda"
     shape, names = (world,), ("shards",)
     if hsdp:
         if world % hsdp:
@@ -122,7 +122,6 @@ def start(
         shape, names = (world // hsdp, hsdp), ("copies", "shards")
     if not dist.is_initialized():
         watch_signals()
-        gpu = device.type == "cuda"
         with waiting_for_ranks(world, timeout):
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if gpu else "gloo", timeout=timedelta(seconds=timeout)
@@ -136,7 +135,7 @@ def start(
             raise UserError(
                 f"--rollout_shards {rollout_shards} must divide the ranks of a machine, {local}"
             )
-    if device.type == "cuda":
+    if gpu:
         dist.all_reduce(torch.zeros(1, device=device))  # NCCL connects now
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
     return Ranks(world, device, mesh, join_team(rollout_shards, timeout))
