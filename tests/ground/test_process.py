@@ -307,7 +307,9 @@ def test_a_signal_ends_a_rank_that_waits_for_others_to_come(name, rank):
     port = str(ranks.free_port())
     place = dict(WORLD_SIZE="2", RANK=rank, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     ended = python(WAITING.format(name=name), **place)
-    assert (ended.returncode, ended.stdout, ended.stderr) == (75, "", STOPPED)
+    assert (ended.returncode, ended.stdout) == (75, "")
+    assert ended.stderr.count(STOPPED) == 1  # torch may add that a connection was interrupted
+    assert "Traceback" not in ended.stderr
 
 
 @pytest.mark.parametrize("name, code", [("SIGHUP", 0), ("SIGUSR1", 75)])
