@@ -251,7 +251,7 @@ def count_steps(args: Args, rows: int, saved: dict, fingerprint: dict) -> Args:
     left = args.max_epochs * rows
     if saved and saved["fingerprint"]["data"] == fingerprint["data"]:
         left -= saved["rows_drawn"]
-    steps = saved.get("step", 0) + math.ceil(left / args.prompts_per_step)
+    steps = saved.get("step", 0) + max(0, math.ceil(left / args.prompts_per_step))
     return replace(args, steps=steps, derived=(*args.derived, "steps"))
 
 

@@ -302,17 +302,19 @@ class RunLogger:
     def best_evaluation(self, metric: str) -> int | None:
         """The step of the best evaluation so far by a metric of --keep_best, the first of equal ones; None:
         there is none since training began. Raises UserError: evaluations have no such metric."""
+        if not metric:
+            return None
         name = metric.removeprefix("min:")
         sign = -1 if name != metric else 1
-        for evaluation in self._evaluations.values() if metric else ():
-            if name not in evaluation:
-                names = [known for known in evaluation if known.startswith("eval/")]
-                raise UserError(
-                    f"--keep_best {metric}: evaluations have {', '.join(sorted(names))}"
-                )
+        # one that has no such metric, as where a component applied to no sample, is not compared
+        values = {step: each[name] for step, each in self._evaluations.items() if name in each}
+        if self._evaluations and not values:
+            known = {key for each in self._evaluations.values() for key in each}
+            names = sorted(key for key in known if key.startswith("eval/"))
+            raise UserError(f"--keep_best {metric}: evaluations have {', '.join(names)}")
         # the model as it came, before the first step, is no result of the run
-        steps = [step for step in sorted(self._evaluations) if step and metric]
-        return max(steps, key=lambda step: sign * self._evaluations[step][name], default=None)
+        steps = [step for step in sorted(values) if step]
+        return max(steps, key=lambda step: sign * values[step], default=None)
 
     def shows_samples(self, step: int, last: int) -> bool:
         """Whether samples are written after ``step`` steps."""

@@ -8,6 +8,7 @@ import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -514,3 +515,14 @@ def test_no_text_reaches_the_terminal_raw(tmp_path, monkeypatch, capsys):
         rf"a page of curves and samples: python {PAGE} '{tmp_path}/\x1b[31mred' "
     )
     assert "\x1b" not in out + err + "".join(bar)
+
+
+@pytest.mark.parametrize("metric, best", [("eval/x", 6), ("min:eval/x", 2), ("", None)])
+def test_an_evaluation_without_the_metric_is_not_compared(metric, best):
+    """As where a component of the reward applied to no sample of it; nor is that before the first step."""
+    values = {0: 9.0, 2: 1.0, 4: None, 6: 3.0}
+    evaluations = {
+        step: {"eval/y": 0.0} if x is None else {"eval/x": x} for step, x in values.items()
+    }
+    log = SimpleNamespace(_evaluations=evaluations)
+    assert logging.RunLogger.best_evaluation(log, metric) == best

@@ -66,7 +66,7 @@ class Server:
     def ask(self, body: bytes) -> bytes:
         """The server's answer, which is waited for. Raises UserError."""
         post = request.Request(self.url, body, {"Content-Type": "application/json"})
-        ends, pause = time.monotonic() + self.patience, FIRST_PAUSE
+        ends, pause, problem = time.monotonic() + self.patience, FIRST_PAUSE, ""
         for tries in itertools.count(1):
             # one try may take half of the time, so that there is time for another one
             left = max(0.01, ends - time.monotonic())
