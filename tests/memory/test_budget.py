@@ -75,11 +75,14 @@ class Stairs:
     ],
 )
 def test_updates_recompute_no_more_than_memory_requires(flag, group, peak, setting):
-    """By hand; a share of 8 % stays free."""
+    """By hand; a share of 8 % stays free. The activations of a tower are in no plan."""
     gib = (peak + 1e-6) / 0.92
     assert budget.choose(Stairs(flag, group), gib) == UpdateSetting(*setting)
     adapted = budget.choose(Stairs(flag, group, adapter={"r": 4}), gib)
     assert adapted == UpdateSetting(*setting)._replace(keep_products=0)
+    with_tower = Stairs(flag, group)
+    with_tower.args.train_vision = True
+    assert budget.choose(with_tower, gib) == UpdateSetting(16384, 0 if flag == "off" else 4)
 
 
 def reported(monkeypatch, gib: float) -> list[int]:
