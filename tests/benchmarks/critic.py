@@ -2,19 +2,21 @@
 that are paid at the last token.
 
     python tests/benchmarks/critic.py [--seeds 3] [--steps 30] [--only NAME ...]
+    python tests/benchmarks/critic.py --read RUN ... [--first 20]       any other runs of the toy
 
 Each run is `python train_ppo_vl.py --config toy_describe/args.json` with the flags of its line, one
 process, one thread, 256 samples a step. From the records of steps 15, 20, 25 and 30 (`per_token`):
 
     change      of the critic's value at the first wrong word, less that at right words, with a 95 %
-                interval (bootstrap over prompts)
+                interval (bootstrap over these steps of all runs)
     to see      the same of a critic that knows what samples earn on average: the mean reward of those
                 with a first mistake at this word, less that of those which are right up to here
     wrong       how many samples have a first wrong word before their last token
     ev          explained variance of the rewards, over tokens, mean of these steps: of the critic's
                 values; of the mean reward of pictures with as many objects; of the mean of the prompt's
                 other samples, which needs no critic
-    reward      held-out, after the last step; accuracy: of the held-out answers
+    reward      held-out, mean of the evaluations after step 0; accuracy: of the held-out answers after
+                the last step; means of the seeds, and their range
 """
 
 import argparse
@@ -39,13 +41,12 @@ import train_ppo_vl as ppo
 STEPS = (15, 20, 25, 30)
 SETTINGS = {
     "the toy's: critic_lr 1e-3, one epoch": "",
-    "4 epochs": "--critic_epochs 4",
+    "critic_lr 3e-3": "--critic_lr 3e-3",
     "4 epochs, critic_lr 3e-3": "--critic_epochs 4 --critic_lr 3e-3",
-    "4 epochs, no value clip": "--critic_epochs 4 --value_clip 0",
-    "4 epochs, lambda 0.95": "--critic_epochs 4 --gae_lambda 0.95",
-    "4 epochs, trained tower": "--critic_epochs 4 --train_vision",
-    "4 epochs, begins as a run's critic": "--critic_epochs 4 --critic_model CRITIC",
     "grpo": "--advantage grpo",
+    "critic_lr 1e-2": "--critic_lr 1e-2",
+    "4 epochs": "--critic_epochs 4",
+    "4 epochs, critic_lr 3e-3, no value clip": "--critic_epochs 4 --critic_lr 3e-3 --value_clip 0",
 }
 END = "<|im_end|>"
 
@@ -80,16 +81,17 @@ def changes(record: dict) -> tuple[list[float], list[float]]:
     return right, [float(change[wrong])] if wrong < len(change) else []
 
 
-def seen(samples: list[list[dict]]) -> tuple[float, float, float, int]:
+def seen(steps: list[list[list[dict]]]) -> tuple[float, float, float, int]:
     """By how much more the value rises at a mistake, and the bounds of its interval; the number of
-    mistakes. ``samples``: those of each prompt of a step."""
+    mistakes. ``steps``: the samples of each prompt of each step of each run. What is drawn for the interval
+    are steps: a critic changes from one to another by more than prompts differ."""
     sums = []
-    for group in samples:
-        pairs = [changes(record) for record in group]
+    for groups in steps:
+        pairs = [changes(record) for group in groups for record in group]
         right = [value for values, _ in pairs for value in values]
         wrong = [value for _, values in pairs for value in values]
         sums.append((sum(wrong), len(wrong), sum(right), len(right)))
-    table = np.array(sums)  # (groups, 4)
+    table = np.array(sums)  # (steps, 4)
     draws = np.random.default_rng(0).integers(0, len(table), (4000, len(table)))
     drawn = table[draws].sum(1)
     differences = drawn[:, 0] / np.maximum(drawn[:, 1], 1) - drawn[:, 2] / drawn[:, 3]
@@ -164,28 +166,56 @@ def read(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
+def groups_of(path: Path) -> list[list[dict]]:
+    """The samples of a step, by prompt."""
+    by_prompt: dict[int, list[dict]] = {}
+    for record in read(path):
+        by_prompt.setdefault(record["index"], []).append(record)
+    return list(by_prompt.values())
+
+
+def print_steps(folder: Path, first: int) -> None:
+    """What the critic of any run sees from step ``first`` on: at each logged step, and in all of them."""
+    steps = []
+    for path in sorted((folder / "samples").glob("step-*.jsonl")):
+        if int(path.stem.removeprefix("step-")) >= first:
+            groups = groups_of(path)
+            steps.append(groups)
+            variances = " | ".join(f"{share:.2f}" for share in explained(groups))
+            print(f"| {path.stem} | {seen([groups])[0]:+.4f} | {variances} |")
+    difference, low, high, count = seen(steps)
+    means = [f"{fmean(column):.2f}" for column in zip(*map(explained, steps))]
+    costs = fmean(
+        cost for groups in steps for cost in costs_of([each for g in groups for each in g])
+    )
+    print(
+        f"{folder.name}: {difference:+.4f} ({low:+.4f} to {high:+.4f}), {costs:+.3f}, {count}, {means}"
+    )
+
+
 def figures(folders: list[Path]) -> str:
     """A line of the table: of the runs of all seeds."""
-    rewards, accuracies, variances, costs, groups = [], [], [], [], []
+    rewards, accuracies, variances, costs, steps = [], [], [], [], []
     for folder in folders:
         held_out = [line for line in read(folder / "metrics.jsonl") if "eval/reward_mean" in line]
-        rewards.append(held_out[-1]["eval/reward_mean"])
+        rewards.append(fmean(line["eval/reward_mean"] for line in held_out if line["step"]))
         accuracies.append(held_out[-1]["eval/accuracy_reward_mean"])
         for step in STEPS:
-            by_prompt: dict[int, list[dict]] = {}
-            for record in read(folder / f"samples/step-{step:06d}.jsonl"):
-                by_prompt.setdefault(record["index"], []).append(record)
-            variances.append(explained(list(by_prompt.values())))
-            costs += costs_of([record for group in by_prompt.values() for record in group])
-            groups += by_prompt.values()
+            groups = groups_of(folder / f"samples/step-{step:06d}.jsonl")
+            variances.append(explained(groups))
+            costs += costs_of([record for group in groups for record in group])
+            steps.append(groups)
     means = " | ".join(f"{fmean(column):.2f}" for column in zip(*variances))
-    cost = fmean(costs)
-    outcome = f"{fmean(rewards):.3f} | {fmean(accuracies):.3f}"
-    if "values" not in groups[0][0]["per_token"]:
-        return f"| | {cost:+.3f} | | | {means} | {outcome} |"
-    difference, low, high, count = seen(groups)
+    outcome = f"{with_range(rewards)} | {with_range(accuracies)} |"
+    if "values" not in steps[0][0][0]["per_token"]:
+        return f"| | {fmean(costs):+.3f} | | | {means} | {outcome}"
+    difference, low, high, count = seen(steps)
     change = f"{difference:+.4f} ({low:+.4f} to {high:+.4f})"
-    return f"| {change} | {cost:+.3f} | {count} | {means} | {outcome} |"
+    return f"| {change} | {fmean(costs):+.3f} | {count} | {means} | {outcome}"
+
+
+def with_range(values: list[float]) -> str:
+    return f"{fmean(values):.3f} ({min(values):.3f} to {max(values):.3f})"
 
 
 def main() -> None:
@@ -197,18 +227,17 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--only", nargs="+", default=list(SETTINGS), metavar="NAME")
+    parser.add_argument("--read", nargs="+", type=Path, default=[], metavar="RUN")
+    parser.add_argument("--first", type=int, default=20, help="step of --read")
     args = parser.parse_args()
-    for seed in range(
-        args.seeds
-    ):  # all settings of a seed first: a table of fewer seeds is one, too
+    for folder in args.read:
+        print_steps(folder, args.first)
+    if args.read:
+        return
+    # all settings of a seed first: a table of fewer seeds is one, too
+    for seed in range(args.seeds):
         for name in args.only:
             flags, started = SETTINGS[name], time.time()
-            if "CRITIC" in flags:  # of another seed's run
-                before = args.out / f"pretrained-{seed}"
-                train(
-                    "--critic_epochs 4 --export_critic --export_every -1", seed + 100, before, args
-                )
-                flags = flags.replace("CRITIC", str(before / "export_critic/latest"))
             train(flags, seed, folder_of(name, seed, args), args)
             print(
                 f"{name}, seed {seed}: {time.time() - started:.0f} s", file=sys.stderr, flush=True

@@ -76,8 +76,13 @@ def cpu_of_run(toy: Path, count: int, steps: int, folder: Path) -> float:
         path = folder / f"program{number}.py"
         path.write_text(PROGRAM.format(imports=""))
         sources.append([f"{path}:score", 0])
-    argv = ["--config", str(toy / "args.json"), "--out", str(folder / "out"), "--steps", str(steps)]
-    argv += ["--reward", "", "--reward_recipe", json.dumps({"*": sources})]
+    flags = json.loads((toy / "args.json").read_text())
+    flags = {name: value for name, value in flags.items() if name != "reward"}
+    (folder / "args.json").write_text(
+        json.dumps(flags | {"reward_recipe": json.dumps({"*": sources})})
+    )
+    argv = ["--config", str(folder / "args.json"), "--out", str(folder / "out")]
+    argv += ["--steps", str(steps)]
     argv += ["--eval_every", "0", "--save_every", "0", "--export_every", "0", "--log_samples", "0"]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     context = multiprocessing.get_context("fork")
