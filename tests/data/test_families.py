@@ -764,7 +764,7 @@ def test_balance_over_text_has_the_weight_of_the_text(family, tmp_path):
         {},
     )
     text = env.rows.ptx
-    drawn = [row for row, *_ in text.rows], [0, 1]
+    drawn = text.rows, [0, 1]
     for ptx, aux in ((1.0, 0.0), (1.0, 0.5), (0.5, 0.5)):
         text.coef = ptx
         ppo.learn_text(
@@ -819,7 +819,7 @@ def test_no_tower_drops_anything(family, flags, tmp_path):
         env.actor.train()
         text = env.rows.ptx
         beside = ppo.learn_text(
-            text, env.actor, text.loader.submit([text.rows[i][0] for i in ids], ids), env.args
+            text, env.actor, text.loader.submit([text.rows[i] for i in ids], ids), env.args
         )
         measured[rate] = metrics["train/loss"], float(beside["ptx_loss"].total)
     assert measured[0.5] == measured[0.0]
