@@ -509,7 +509,7 @@ def load_model(folder, loaded: bool = True):
 def planned(checkpoint, rows, *flags: str) -> SimpleNamespace:
     """The models of a run on meta, as a plan builds them."""
     common = "--max_prompt_tokens 512 --max_new_tokens 12 --prompts_per_step 4"
-    args = ppo.parse_args(words("--model", checkpoint, "--data", rows, common, *flags))
+    args = ppo.parse_args(words("--model", checkpoint, "--data", rows, common, "--", *flags))
     loaded = ppo.load_rows(args)
     models = ppo.build_models(args, loaded.processor, plan.META)
     modules = models.by_role() | ppo.reward_modules(

@@ -172,6 +172,7 @@ def judge_by_a_policy(model: Path, rows: Path, out: Path, *flags: str) -> tuple[
             out,
             "--eval_only --advantage grpo",
             "--row_kind judgements --reward verdict --max_new_tokens 12 --max_prompt_tokens 256",
+            "--",
             *flags,
         )
     )

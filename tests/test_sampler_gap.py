@@ -58,6 +58,7 @@ def test_an_evaluation_alone_compares_its_sampler(qwen25, task, tmp_path, sample
                 "--eval_data",
                 task / "eval.jsonl",
                 "--eval_only",
+                "--",
                 *more,
             )
         )

@@ -417,6 +417,7 @@ def ppo_flags(kind: str, folder: Path, out: Path, *further: str) -> list[str]:
         f"{out / 'reward.py'}:letters",
         "--out",
         out / kind,
+        "--",
         *more.split(),
         *further,
     )

@@ -712,6 +712,7 @@ def run_flags(folder: Path, rows: Path, out: Path, *more: str) -> list[str]:
         "--prompts_per_step 3 --samples_per_prompt 3 --steps 4 --actor_lr 1e-3 --env_workers 0 "
         "--eval_every 0 "
         '--save_every 0 --export_every 0 --stop_strings ["a","e","r","o"]',
+        "--",
         *more,
     )
 
