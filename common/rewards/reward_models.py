@@ -210,6 +210,15 @@ def rivals(siblings: list[str], text: str, count: int) -> list[str]:
     return (siblings[start:] + siblings[: start - 1])[:count]
 
 
+def same_in_both_orders(chances: Tensor, worth: Tensor) -> float:
+    """How often the likeliest verdict, of chances (Q, V), is worth as much in both orders of a pair, whose
+    questions follow each other; a pair of which one was not read is not the same."""
+    best = chances.argmax(dim=1, keepdim=True)
+    values = worth.gather(1, best).where(chances.gather(1, best) > 0, torch.nan)  # (Q, 1)
+    first, second = values.view(-1, 2).unbind(1)
+    return float((first == second).double().mean())
+
+
 class Question(NamedTuple):
     """A question about one of several answers."""
 
@@ -241,18 +250,18 @@ class JudgeModel(RewardModel):
             wanted = "answers"
         self.kind = self.settings.kind_to_ask(wanted)
         self.opponents = self.args.grm_opponents if self.kind == "answers" else 0
-        self.tell_position()
+        self.was_asked = False
+        self.tell_position(self.settings.position_consistency, "in its last evaluation")
         self.verdicts = self.settings.known_verdicts(self.kind)
         values = [WORTH[v] if v in WORTH else float(v) for v in self.verdicts]
         self.worth = torch.tensor(values, dtype=torch.float64)  # (V,)
 
-    def tell_position(self) -> None:
+    def tell_position(self, share: float | None, when: str) -> None:
         """Warn of a judge of pairs that goes by their order: its verdicts in both orders cancel out."""
-        share = self.settings.position_consistency
         if self.kind == "answers" and share is not None and share < CONSISTENT:
             distributed.say_once(
-                f"warning: --reward {self.spec}: in its last evaluation the judge had the same verdict in "
-                f"both orders for {share:.0%} of the pairs; it goes by position, and its rewards are noise"
+                f"warning: --reward {self.spec}: {when} the judge had the same verdict in both orders for "
+                f"{share:.0%} of the pairs; it goes by position, and its rewards are noise"
             )
 
     def check_row(self, row: Prompt) -> None:
@@ -275,6 +284,9 @@ class JudgeModel(RewardModel):
         chances, notes = self.judge_once(batch, answers, questions)
         parsed = chances.sum(dim=1)  # (Q,)
         worth = torch.stack([question.worth for question in questions])  # (Q, V)
+        if self.kind == "answers" and not self.was_asked:
+            self.was_asked = True
+            self.tell_position(same_in_both_orders(chances, worth), "in the first rollout")
         values = (chances * worth).sum(dim=1) + (1 - parsed) * self.worth.min()
         about = torch.tensor([question.answer for question in questions])
         weight = torch.tensor([question.weight for question in questions], dtype=torch.float64)

@@ -193,10 +193,10 @@ SURE = [math.log(share) for share in (0.7, 0.2, 0.1)]  # log-probs of A, B and t
 
 
 def test_a_judge_that_always_says_the_same_gives_no_advantages(
-    qwen25, picture_rows, judges, tmp_path, monkeypatch
+    qwen25, picture_rows, judges, tmp_path, monkeypatch, capsys
 ):
     """It prefers A, whatever A says; what tells answers apart is rounding. A group earns one reward, to the
-    last bit, so no estimator makes advantages of it."""
+    last bit, so no estimator makes advantages of it. The first rollout tells."""
     flags = words("--reward", f"grm:{judge_of_pairs(judges, tmp_path)}", "--grm_opponents 2")
     texts = [["3", "a circle", "four"], ["<image>", "no", "yes", "no"], ["", "no idea"]]
     env, reward, batch = answered(qwen25, picture_rows, texts, *flags)
@@ -211,6 +211,10 @@ def test_a_judge_that_always_says_the_same_gives_no_advantages(
     scored = score(env, reward, batch)
     assert len(scored.rewards.unique()) == 1
     assert scored.rewards.tolist() == pytest.approx([0.5] * 9, abs=1e-4)
+    told = "in the first rollout the judge had the same verdict in both orders for 0% of the pairs"
+    assert told in capsys.readouterr().out
+    score(env, reward, batch)
+    assert told not in capsys.readouterr().out
     assert sources.prompts_with_spread(scored) == []
     inputs = losses.AdvantageInputs(
         scored.rewards,
@@ -936,6 +940,19 @@ def test_runs_that_began_before_judges_were_asked_without_thoughts_go_on(before,
     assert model.reads_thoughts is reads
     assert life.fingerprint == {"thoughts": {"rm": reads}}
     assert "thoughts" in ppo.IDENTITY
+
+
+def test_the_share_of_pairs_with_one_verdict_in_both_orders():
+    """Won, lost and tied twice; once A, and then A again; a verdict that was not read."""
+    first = torch.tensor([1.0, 0.0, 0.5])
+    letters = "AB BA tt AA -t -- A- BA".split()
+    chances = torch.zeros(len(letters), 2, 3)
+    for pair, verdicts in zip(chances, letters):
+        for row, letter in zip(pair, verdicts):
+            row["ABt-".index(letter) :][:1] = 0.9
+    worth = torch.stack([first, 1 - first]).expand(len(letters), 2, 3)
+    share = reward_models.same_in_both_orders(chances.view(-1, 3), worth.reshape(-1, 3))
+    assert share == 4 / 8
 
 
 def test_a_judge_that_goes_by_position_is_told(qwen25, picture_rows, judges, tmp_path, capsys):
