@@ -1498,14 +1498,14 @@ def test_boxes_are_rewarded_in_the_models_coordinates(qwen25, tmp_path, capsys):
     answer = samples_of(tmp_path / "a", "step-000001")[0]
     assert answer["regions"]["true"] == [[0, 0, 25, 30]]
     # a function gets the same places
-    train(qwen25, tmp_path, tmp_path / "b", *more, "--reward", f"{tmp_path / 'mine.py'}:score")
+    train(qwen25, tmp_path, tmp_path / "b", *more, "-- --reward", f"{tmp_path / 'mine.py'}:score")
     with user_error("no regions, which box compares with"):
         train(
             qwen25,
             tmp_path,
             tmp_path / "d",
             *more,
-            "--data",
+            "-- --data",
             write_rows(tmp_path / "no.jsonl", [{"prompt": "p"}]),
         )
 

@@ -538,7 +538,7 @@ def main() -> None:
     args = ppo.parse_args(flags)
     large = folders[sizes[-1]]
     adapted = ["--model", str(large), "--data", str(large / "rows.jsonl"), "--lora_rank", "32"]
-    lora_args = ppo.parse_args([*flags, *adapted, "--gradient_checkpointing", "auto"])
+    lora_args = ppo.parse_args([*flags, "--", *adapted, "--gradient_checkpointing", "auto"])
     setup = build.choose_compute(args, DEVICE, 32768)
     bandwidth, peak = limits(setup.dtype, tiny)
     tables = [attention_table]

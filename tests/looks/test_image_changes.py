@@ -201,5 +201,5 @@ def test_a_model_that_does_not_see_is_told(qwen25, rows, tmp_path, capsys):
     text = rows.with_name("text.jsonl")
     text.write_text(rows.read_text().splitlines()[3])
     assert "eval/vision_gap_logprob" not in ppo.main(
-        words(*line, "--eval_data", text, "--out", tmp_path / "text")
+        words(*line, "-- --eval_data", text, "--out", tmp_path / "text")
     )
