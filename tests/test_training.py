@@ -952,7 +952,7 @@ def test_several_datasets_by_probability_and_resumed(qwen25, task, tmp_path, cap
     assert len([source for source in drawn if source.startswith("train")]) == 8
     assert len(drawn) == 12
     with user_error("is of another run: .*--data"):
-        train(qwen25, task, whole, more, "--steps 4 --data", data.replace("0.75", "0.5"))
+        train(qwen25, task, whole, more, "--steps 4 -- --data", data.replace("0.75", "0.5"))
 
 
 def test_one_dataset_is_drawn_in_the_order_of_its_seed(qwen25, task, tmp_path):
