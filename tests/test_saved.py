@@ -155,6 +155,38 @@ def test_what_saves_the_last_step(flags, out, monkeypatch, function, error, more
     assert steps(out) == saved
 
 
+# Objects number themselves by the bytes of a file, as each is a process of its own.
+AWAY = """
+import pathlib
+
+class Look:
+    def reset(self, row):
+        with open(pathlib.Path(__file__).with_name("resets"), "ab") as file:
+            file.write(b".")
+            if file.tell() > 16:
+                raise OSError("the simulator is away")
+    def step(self, text):
+        return {"reward": len(text), "done": True}
+"""
+
+
+def test_an_environment_that_fails_in_every_sample_costs_no_step(task, qwen25, tmp_path):
+    """In the third step of eight samples each; the next life goes on."""
+    (tmp_path / "away.py").write_text(AWAY)
+    line = (
+        f"--model {qwen25} --data {task}/rows.jsonl --env {tmp_path}/away.py:Look --advantage grpo "
+        "--max_prompt_tokens 256 --max_new_tokens 4 --max_tokens_per_pack 1300 --prompts_per_step 4 "
+        "--samples_per_prompt 2 --actor_lr 1e-3 --steps 3 --save_every -1 --export_every 0 "
+        f"--log_samples 0 --out {tmp_path}/run"
+    )
+    with user_error("the simulator is away"):
+        ppo.main(words(line))
+    assert steps(tmp_path / "run") == [2]
+    (tmp_path / "resets").unlink()
+    ppo.main(words(line))
+    assert steps(tmp_path / "run") == [3, 2]
+
+
 def test_pictures_that_cannot_be_read_cost_the_judge_no_step(task, qwen25, tmp_path, monkeypatch):
     """The sixth picture, of the third step."""
     line = (
