@@ -137,7 +137,9 @@ class Kernels:
         )
         assert q.shape[1] == k.shape[1] or not self.grouped or more["enable_gqa"]
         # -1: torch 2.14 may leave the backward to cuDNN. Other kernels would take max_k for a window
-        both_ways = -1 if torch.nn.attention.current_flash_attention_impl() else max_k
+        may_leave = hasattr(torch_varlen, "_can_use_cudnn")
+        replaced = torch.nn.attention.current_flash_attention_impl()
+        both_ways = -1 if replaced and not may_leave else max_k
         assert window_size[1] in (both_ways, 0)
         return attend(q, k, v, cu_q, cu_k, max_q, max_k, scale, window_size[1] == 0, window_size[0])
 
@@ -211,6 +213,7 @@ def offer_flash_attention_4(monkeypatch, capability: tuple[int, int] = (9, 0)) -
     """As on a GPU with the package, whose kernels stay torch's; they are tried on the CPU."""
     monkeypatch.setitem(torch_registry._FLASH_ATTENTION_IMPLS, "FA4", Handle)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(attention, "TORCH", max(attention.TORCH, (2, 12)))  # 2.11 is refused
     tried = attention.try_kernels
     monkeypatch.setattr(attention, "try_kernels", lambda device: tried(CPU))
 

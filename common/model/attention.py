@@ -21,6 +21,7 @@ import numpy as np
 import torch
 import torch.nn.attention
 import torch.nn.functional as F
+from packaging.version import Version
 from torch import Tensor
 from transformers.modeling_utils import AttentionInterface
 
@@ -36,18 +37,32 @@ VISION_ATTENTION_NAME = "packed_flash_"
 BACKENDS = ("flash_attn", "varlen", "sdpa")
 
 
+TORCH = Version(torch.__version__).release[:2]
+
+
+def fitting_flash_attn_4(release: tuple[int, ...]) -> str:
+    """The newest version of flash-attn-4 known to fit this release of torch: torch before 2.14 takes two
+    values from the forward, and from 4.0.0b20 on it returns more."""
+    return "4.0.0b36" if release >= (2, 14) else "4.0.0b18"
+
+
 class Replacement(NamedTuple):
     """Kernels that torch can put under the operators of varlen, in the whole process."""
 
     name: str  # of torch's register
+    torch: tuple[int, int]  # the first release whose varlen has their forward and backward
     cards: tuple[int, ...]  # the major compute capabilities that they are made for
     install: str
 
 
 REPLACEMENTS = {
-    "fa3": Replacement("FA3", (9,), "build the folder hopper/ of the project flash-attention"),
-    # Later ones return more than torch 2.13 takes; the start of a run tries the kernels once.
-    "fa4": Replacement("FA4", (9, 10), "pip install flash-attn-4==4.0.0b18"),
+    "fa3": Replacement(
+        "FA3", (2, 11), (9,), "build the folder hopper/ of the project flash-attention"
+    ),
+    # torch 2.11 refuses the backward with any window, and varlen always gives one.
+    "fa4": Replacement(
+        "FA4", (2, 12), (9, 10), f"pip install flash-attn-4=={fitting_flash_attn_4(TORCH)}"
+    ),
 }
 LARGEST_HEAD = 256  # numbers of a head, for the first two; sdpa takes any
 FLASH_ATTN_INSTALL = "pip install flash-attn --no-build-isolation"
@@ -100,9 +115,9 @@ def flash_attn_problem() -> str:
 def replacement_problem(replacement: Replacement, device: torch.device) -> str:
     """Put other kernels under the operators of varlen, and try them once: versions of torch and of the
     package do not always fit. Returns why they cannot be used; "" if they now are."""
-    verbs = "activate", "restore", "current"
-    if not all(hasattr(torch.nn.attention, f"{verb}_flash_attention_impl") for verb in verbs):
-        return f"torch {torch.__version__} cannot replace its kernels"
+    if TORCH < replacement.torch:
+        oldest = ".".join(map(str, replacement.torch))
+        return f"torch {torch.__version__} cannot train with it; torch {oldest} or newer can"
     names = (each.metadata["Name"] or "" for each in importlib.metadata.distributions())
     packages = {name.replace("_", "-") for name in names}
     if {"flash-attn", "flash-attn-4"} <= packages:
@@ -132,8 +147,7 @@ def try_kernels(device: torch.device) -> None:
 
 def replaced_kernels() -> str | None:
     """The name of the kernels that are under the operators of varlen now; None: torch's own."""
-    current = getattr(torch.nn.attention, "current_flash_attention_impl", None)
-    return current() if current else None
+    return torch.nn.attention.current_flash_attention_impl()
 
 
 def restore_kernels() -> None:
@@ -181,14 +195,17 @@ def largest_head(text_config) -> int:
 
 
 def check_heads(text_config, device: torch.device) -> None:
-    """Raises UserError: FlashAttention 4 takes fewer sizes of heads on Blackwell than on Hopper."""
+    """Raises UserError: FlashAttention 4 takes fewer sizes of heads on Blackwell than on Hopper, and the
+    largest only without windows."""
     if replaced_kernels() != "FA4" or torch.cuda.get_device_capability(device)[0] == 9:
         return
+    kinds = getattr(text_config, "layer_types", None) or ()
+    windows = " with windows" if "sliding_attention" in kinds else ""
     for dim in map(head_dim, layer_configs(text_config)):
-        if 128 < dim < LARGEST_HEAD:
+        if 128 < dim < LARGEST_HEAD or (dim == LARGEST_HEAD and windows):
             raise UserError(
-                f"--attention fa4: on this GPU it takes heads of at most 128 numbers, or of {LARGEST_HEAD}, "
-                f"and this model has heads of {dim}; use auto"
+                f"--attention fa4: on this GPU it takes heads of at most 128 numbers, or of {LARGEST_HEAD} "
+                f"without sliding windows, and this model has heads of {dim}{windows}; use auto"
             )
 
 
@@ -314,8 +331,8 @@ def varlen_attention(
     attend: Any = varlen_attn  # could also return logsumexp, hence the type
     # Not -1, with which torch 2.14 leaves a backward without grouped heads to cuDNN, whatever computed
     # the forward. No key is further away than max_k, so max_k limits nothing. Other kernels would take it
-    # for a window.
-    both_ways = -1 if replaced_kernels() else call.max_k
+    # for a window; they are given it under torch 2.14 only.
+    both_ways = -1 if replaced_kernels() and TORCH != (2, 14) else call.max_k
     right = 0 if causal else both_ways
     options = {}
     # torch 2.11 has no such flag, and does not compare the heads

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.attention._fa3 as torch_fa3
 import torch.nn.attention._fa4 as torch_fa4
+import torch.nn.attention._registry as torch_registry
 import torch.nn.attention.varlen as torch_varlen
 
 import train_ppo_vl as ppo
@@ -24,7 +25,13 @@ from conftest import (
 )
 from families import write_family
 from helpers import score, trainable
-from reference_kernels import OPERATOR, Call, offer_flash_attention_4, replace_kernels
+from reference_kernels import (
+    OPERATOR,
+    Call,
+    Handle,
+    offer_flash_attention_4,
+    replace_kernels,
+)
 
 pytestmark = pytest.mark.slow  # a GPU has run them
 BACKENDS = ("varlen", "flash_attn")
@@ -117,7 +124,12 @@ REFUSED = {
         "write into one folder; pip uninstall flash-attn flash-attn-4",
     ),
     "no package": ("fa3", (9, 0), set(), "flash_attn_interface.*; to install it: build the folder"),
-    "two versions": ("fa4", (9, 0), {"torch"}, "too many values to unpack.*flash-attn-4==4.0.0b18"),
+    "two versions": (
+        "fa4",
+        (9, 0),
+        {"torch"},
+        f"too many values to unpack.*flash-attn-4=={attention.fitting_flash_attn_4(attention.TORCH)}",
+    ),
 }
 
 
@@ -150,22 +162,67 @@ def test_other_kernels_are_under_the_operators_until_another_backend_is_chosen(m
     assert attention.replaced_kernels() == "FA4"
     assert attention.choose_backend("varlen", torch.device("cuda")) == "varlen"
     assert attention.replaced_kernels() is None
-    for verb in ("activate", "restore", "current"):
-        with monkeypatch.context() as patch:
-            patch.delattr(torch.nn.attention, f"{verb}_flash_attention_impl")
-            with user_error(f"torch {re.escape(torch.__version__)} cannot replace its kernels"):
-                attention.choose_backend("fa4", torch.device("cuda"))
 
 
-@pytest.mark.parametrize("major, dim", [(9, 192), (10, 128), (10, 192), (10, 256), (10, 512)])
-def test_heads_that_blackwell_lacks_are_refused(monkeypatch, major, dim):
+def test_torch_without_their_backward_is_refused(monkeypatch):
+    """torch 2.11 has all of FlashAttention 3, and of FlashAttention 4 no backward that varlen could call."""
+    offer_flash_attention_4(monkeypatch)
+    monkeypatch.setitem(torch_registry._FLASH_ATTENTION_IMPLS, "FA3", Handle)
+    monkeypatch.setattr(attention, "try_kernels", lambda device: None)
+    monkeypatch.setattr(attention, "TORCH", (2, 11))
+    with user_error("--attention fa4: torch .* cannot train with it; torch 2.12 or newer can"):
+        attention.choose_backend("fa4", torch.device("cuda"))
+    assert attention.replaced_kernels() is None
+    assert attention.choose_backend("fa3", torch.device("cuda")) == "varlen"
+    assert attention.replaced_kernels() == "FA3"
+    attention.restore_kernels()
+
+
+# torch 2.14 alone would give a backward with (-1, -1) to cuDNN: varlen.py's _can_use_cudnn asks for no flag
+@pytest.mark.parametrize("release, right", [((2, 13), -1), ((2, 14), 24), ((2, 15), -1)])
+def test_other_kernels_keep_their_backward(monkeypatch, release, right):
+    offer_flash_attention_4(monkeypatch)
+    monkeypatch.setattr(attention, "try_kernels", lambda device: None)
+    attention.choose_backend("fa4", torch.device("cuda"))
+    monkeypatch.setattr(attention, "TORCH", release)
+    windows = []
+
+    def varlen_attn(*positional, window_size, scale, enable_gqa=False):
+        windows.append(window_size)
+
+    monkeypatch.setattr(torch_varlen, "varlen_attn", varlen_attn)
+    q, bounds = torch.zeros(24, 2, 64), torch.tensor([0, 24], dtype=torch.int32)
+    for causal in (False, True):
+        call = attention.VarlenCall(bounds, bounds, 24, 24, causal)
+        attention.varlen_attention(q, q, q, call, 0.125, "varlen")
+    assert windows == [(-1, right), (-1, 0)]
+    attention.restore_kernels()
+
+
+FULL, WINDOWS = ("full_attention",), ("full_attention", "sliding_attention")
+BLACKWELL = "on this GPU it takes heads of at most 128 numbers, or of 256 without sliding windows"
+# (major capability, numbers of a head, layers) -> how the refusal ends
+HEADS = {
+    (9, 192, FULL): "",
+    (9, 256, WINDOWS): "",
+    (10, 128, WINDOWS): "",
+    (10, 192, FULL): "heads of 192;",
+    (10, 256, FULL): "",
+    (10, 256, WINDOWS): "heads of 256 with windows;",
+    (10, 512, FULL): "",
+}
+
+
+@pytest.mark.parametrize("major, dim, layers", HEADS)
+def test_heads_that_blackwell_lacks_are_refused(monkeypatch, major, dim, layers):
     """Above 256 they are for sdpa anyway."""
     offer_flash_attention_4(monkeypatch, (major, 0))
     monkeypatch.setattr(attention, "try_kernels", lambda device: None)
     attention.choose_backend("fa4", torch.device("cuda"))
-    text = SimpleNamespace(num_hidden_layers=1, head_dim=dim)
-    if (major, dim) == (10, 192):
-        with user_error("at most 128 numbers, or of 256, and this model has heads of 192"):
+    text = SimpleNamespace(num_hidden_layers=len(layers), head_dim=dim, layer_types=layers)
+    refusal = HEADS[major, dim, layers]
+    if refusal:
+        with user_error(f"{BLACKWELL}, and this model has {refusal} use auto"):
             attention.check_heads(text, torch.device("cuda"))
     else:
         attention.check_heads(text, torch.device("cuda"))
@@ -173,8 +230,9 @@ def test_heads_that_blackwell_lacks_are_refused(monkeypatch, major, dim):
     attention.check_heads(text, torch.device("cuda"))
 
 
-# of flash-attn-4 4.0.0b18
-FLASH_ATTN_4 = {
+# Arguments of _flash_attn_fwd and _flash_attn_bwd: flash_attn/cute/interface.py of the wheels.
+FLASH_ATTN_4 = {}
+FLASH_ATTN_4["4.0.0b18"] = {
     "forward": "q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None, "
     "max_seqlen_q=None, max_seqlen_k=None, min_seqlen_k=None, page_table=None, softmax_scale=None, "
     "causal=False, softcap=None, window_size_left=None, window_size_right=None, learnable_sink=None, "
@@ -191,6 +249,33 @@ FLASH_ATTN_4 = {
     "score_mod_bwd=None, mask_mod=None, aux_tensors=None, aux_scalars=None, block_sparse_tensors=None, "
     "dlse=None",
 }
+FLASH_ATTN_4["4.0.0b36"] = {
+    "forward": f"{FLASH_ATTN_4['4.0.0b18']['forward']}, scheduler_metadata=None, seqlen_k_per_split=None, "
+    "disable_scheduler_metadata=False, gather_bwd_recompute_p=False",
+    "backward": f"{FLASH_ATTN_4['4.0.0b18']['backward']}, learnable_sink=None",
+}
+RETURNED = {"4.0.0b18": 2, "4.0.0b36": 5}  # values of the forward
+# How torch 2.12, 2.13, 2.14 and 2.15 call them: torch/nn/attention/_fa4.py of their wheels.
+NAMED = {
+    "forward": "softmax_scale causal window_size_left window_size_right return_lse cu_seqlens_q cu_seqlens_k "
+    "max_seqlen_q max_seqlen_k seqused_k page_table num_splits out",
+    "backward": "softmax_scale causal window_size_left window_size_right cu_seqlens_q cu_seqlens_k "
+    "deterministic",
+}
+POSITIONAL = {"forward": 3, "backward": 6}
+TAKES_TWO = {(2, 12): True, (2, 13): True, (2, 14): False, (2, 15): False}  # of the forward, and no more
+
+
+@pytest.mark.parametrize("release", TAKES_TWO)
+def test_the_flash_attn_4_that_is_named_fits_torch(release):
+    """The message of a failed try names it."""
+    version = attention.fitting_flash_attn_4(release)
+    assert RETURNED[version] == 2 or not TAKES_TWO[release]
+    for direction, names in NAMED.items():
+        arguments = signature(FLASH_ATTN_4[version][direction])
+        arguments.bind(*[None] * POSITIONAL[direction], **dict.fromkeys(names.split()))
+
+
 # how varlen gives each form to the operator -> what the kernels are to see
 FORMS = {
     "causal": ((True, -1, 0), (True, None, 0)),
@@ -199,21 +284,31 @@ FORMS = {
 }
 
 
+@pytest.mark.skipif(attention.TORCH < (2, 12), reason="torch 2.11 has no backward with windows")
 @pytest.mark.parametrize("form", FORMS)
 def test_torchs_calls_are_those_of_flash_attn_4(monkeypatch, form):
-    """Forward and backward, as torch hands them on; a call that sees both ways is no window."""
+    """Forward and backward, as the installed torch hands them on; a call that sees both ways is no
+    window."""
     (causal, left, right), expected = FORMS[form]
     seen = []
+    version = attention.fitting_flash_attn_4(attention.TORCH)
+
+    def note(direction: str, positional: tuple, named: dict) -> None:
+        assert named.keys() == set(NAMED[direction].split())
+        assert len(positional) == POSITIONAL[direction]
+        arguments = signature(FLASH_ATTN_4[version][direction])
+        seen.append(arguments.bind(*positional, **named).arguments)
 
     def forward(*positional, **named):
-        seen.append(signature(FLASH_ATTN_4["forward"]).bind(*positional, **named).arguments)
-        return positional[0], torch.zeros(2, 24)
+        note("forward", positional, named)
+        return positional[0], torch.zeros(2, 24), *[None] * (RETURNED[version] - 2)
 
     def backward(*positional, **named):
-        seen.append(signature(FLASH_ATTN_4["backward"]).bind(*positional, **named).arguments)
+        note("backward", positional, named)
         return positional[:3]
 
     module = SimpleNamespace(_flash_attn_fwd=forward, _flash_attn_bwd=backward)
+    monkeypatch.setattr(torch_fa4, "_get_device_major", lambda device: 9)  # asked by torch 2.15
     monkeypatch.setattr(torch_fa4, "_fa4_import_module", lambda path: module)
     monkeypatch.setattr(torch_fa4, "_FA4_MODULE_PATH", "flash_attn.cute.interface")
     q, bounds = torch.zeros(24, 2, 64), torch.tensor([0, 24], dtype=torch.int32)
@@ -229,7 +324,8 @@ def test_torchs_calls_are_those_of_flash_attn_4(monkeypatch, form):
     assert len(seen) == 2
 
 
-# of hopper/flash_api_stable.cpp of FlashAttention 3, as torch 2.13 calls them: by position
+# of hopper/flash_api_stable.cpp of FlashAttention 3, as torch 2.11 to 2.15 call them: by position, with all
+# arguments
 FLASH_ATTN_3 = {
     "fwd": "q, k, v, k_new=None, v_new=None, q_v=None, out=None, cu_seqlens_q=None, cu_seqlens_k=None, "
     "cu_seqlens_k_new=None, seqused_q=None, seqused_k=None, max_seqlen_q=None, max_seqlen_k=None, "
