@@ -263,7 +263,8 @@ NAMED = {
     "deterministic",
 }
 POSITIONAL = {"forward": 3, "backward": 6}
-TAKES_TWO = {(2, 12): True, (2, 13): True, (2, 14): False, (2, 15): False}  # of the forward, and no more
+# whether torch takes two values of the forward, and no more
+TAKES_TWO = {(2, 12): True, (2, 13): True, (2, 14): False, (2, 15): False}
 
 
 @pytest.mark.parametrize("release", TAKES_TWO)
