@@ -24,7 +24,7 @@ import train_ppo_vl as ppo
 from common import logprobs
 from common.data.folder import read_model_config
 from common.distributed import ALONE, Team
-from common.model import build, layers, teams, vlm
+from common.model import build, experts, layers, teams, vlm
 from common.rollout import RolloutEngine
 from conftest import write_checkpoint
 from families import write_family
@@ -68,13 +68,17 @@ class Launches(TorchDispatchMode):
         return results
 
 
-def launches(folder, count_layers: int, team: Team = ALONE, **sampling) -> Launches:
+def launches(
+    folder, count_layers: int, team: Team = ALONE, records_experts: bool = False, **sampling
+) -> Launches:
     """A second decoding step of a model with so many layers, in bfloat16 with varlen."""
     compute = vlm.Compute("varlen", torch.bfloat16, DEVICE, 512, 256, 64)
     model = build.build_model(read_model_config(folder), compute, vision=False).requires_grad_(
         False
     )
     model.setup.team = team
+    if records_experts:
+        experts.listen(model)
     decoder = vlm.decoder(model.eval())
     decoder.layers = nn.ModuleList([*decoder.layers] * count_layers)[:count_layers]
     decoder.config.num_hidden_layers = model.config.get_text_config().num_hidden_layers = (
@@ -91,6 +95,7 @@ def launches(folder, count_layers: int, team: Team = ALONE, **sampling) -> Launc
             stop_ids=torch.zeros(2, dtype=torch.int64, device=DEVICE),
             slots=SLOTS,
             cuda_graphs="off",
+            keeps_experts=records_experts,
             **sampling,
         )
         actor = SimpleNamespace(model=filled(model, torch.bfloat16))
@@ -111,6 +116,7 @@ def launches(folder, count_layers: int, team: Team = ALONE, **sampling) -> Launc
                 )
             # makes tables that later steps share
             engine.decode_on_device(SLOTS, engine.cache.capacity)
+            assert (engine.cache.experts is not None) == records_experts
             counted.count.clear(), counted.waits.clear()
             engine.decode_on_device(SLOTS, engine.cache.capacity)
     logprobs._id_hashes.cache_clear()
@@ -160,6 +166,20 @@ def test_nothing_in_a_decoding_step_waits_for_the_device(name, tmp_path, kernels
     """Or depends on its numbers: it could not be captured."""
     launched = launches(write_checkpoint(tmp_path, "qwen2_5_vl"), 1, **SAMPLING[name])
     assert not launched.waits
+
+
+def test_nor_does_one_that_records_experts(tmp_path, picture_rows, kernels_of_a_gpu):
+    """The ids that a router chooses are cast, and written into a buffer whose address stays, at cells that
+    tensors of the device name."""
+    write_family("qwen3_vl_moe", tmp_path, picture_rows)
+    plain, recording = (launches(tmp_path, 1, records_experts=records) for records in (False, True))
+    assert not recording.waits
+    written = {
+        name: count - plain.count[name]
+        for name, count in recording.count.items()
+        if count > plain.count[name]
+    }
+    assert written == {"aten._to_copy.default": 1, "aten.index_put_.default": 1}
 
 
 def step_of_a_team(folder) -> None:
