@@ -358,7 +358,7 @@ def group_by_prompt(examples: list[Example]) -> list[ExampleGroup]:
 
 
 def open_loader(args: Args, rows: Rows, state: "TrainState") -> PromptLoader:
-    """The training questions in order, continuing where the run stopped."""
+    """The training prompts with their examples, in order, continuing where the run stopped."""
     shares = shares_of(args.data, rows.train_sets)
     size, seed = args.prompts_per_step, args.seed
     batches = draw_batches(rows.train_sets, shares, size, seed, start=state.rows_drawn)
