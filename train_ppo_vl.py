@@ -155,7 +155,7 @@ def main(argv: list[str] | None = None) -> logging.Metrics:
                 break
 
             # One step.
-            logging.timer.reset()
+            begin_step(rows.ptx, step + 1, args)
             # prompts, responses, their rewards, log-probs (old, reference, teacher) and values
             batch, metrics = collect(models, loader, reward, sampling, state, args)
             checkpoints.commit_if_written()
@@ -1122,6 +1122,13 @@ def take_step(trained: fsdp.Trainable, step: int) -> tuple[float, bool]:
 # -------------------------------------------------------------------------------------------------
 
 
+def begin_step(ptx: PtxLoss | None, step: int, args: Args) -> None:
+    """Begin to measure ``step`` (from 1), and to decode what the actor's updates will read of --ptx_data."""
+    logging.timer.reset()
+    if ptx and step > args.critic_warmup_steps:
+        ptx.start(args.epochs * args.minibatches)
+
+
 def collect(
     models: Models,
     loader: PromptLoader,
@@ -1489,14 +1496,19 @@ def update_models(
     metrics of both."""
     metrics = {}
     with explain_memory(models.actor.model):
+        with logging.timer("data"):
+            # Before the first update, so that a file that cannot be read costs no finished step.
+            if ptx:
+                ptx.collect()
+            if models.teacher and args.teacher_in_loss:
+                with models.teacher.in_use():
+                    batch.teacher_view = models.teacher.view(batch)
         if "critic" in trainables:
             with logging.timer("update_critic"):
                 metrics |= update_critic(trainables["critic"], batch, step, args)
         if step > args.critic_warmup_steps:
             with logging.timer("update_actor"):
                 metrics |= update_actor(trainables["actor"], models, batch, step, ptx, args)
-            if ptx:
-                ptx.scheduled += args.epochs * args.minibatches * ptx.batch
     return metrics
 
 
@@ -1547,16 +1559,14 @@ def update_actor(
     teacher = models.teacher if args.teacher_in_loss else None
     # the loss contains the exact KL to these
     frozen = list(filter(None, (reference, teacher and teacher.policy)))
+    view = teacher and (teacher.policy.model, batch.teacher_view)
     updates = 0
     actor.train()
     with fsdp.on_device(args.offload, trained, *frozen):
-        view = teacher and (teacher.policy.model, teacher.view(batch))
         minibatches = minibatches_of(actor, batch, step, args.epochs, args, replay=True)
         for number, minibatch in enumerate(minibatches):
             if not minibatch.teaches(args):
                 continue
-            if ptx:
-                pending_text = ptx.start(number)  # its images decode in the background
             stats = []
             parts = packs.of_batch(actor.model, batch, minibatch.indices, view, replay=True)
             for pack in parts:
@@ -1569,7 +1579,7 @@ def update_actor(
                 trained.optimizer.zero_grad()
                 break
             if ptx:
-                stats.append(learn_text(ptx, actor, pending_text, args))
+                stats.append(learn_text(ptx, actor, number, args))
             if updates:
                 forget_sampler(stats)
             norm, applied = take_step(trained, step)
@@ -1579,11 +1589,11 @@ def update_actor(
     return metrics | sums.reduce()
 
 
-def learn_text(ptx: PtxLoss, actor: Policy, pending: tuple, args: Args) -> dict:
-    """Add the gradient of the next-token loss on the rows that `PtxLoss.start` chose. Returns its
-    statistics."""
+def learn_text(ptx: PtxLoss, actor: Policy, update: int, args: Args) -> dict:
+    """Add the gradient of the next-token loss on the rows of this ``update`` of the step, from 0. Returns
+    its statistics."""
     stats = {}
-    for loss in ptx.losses(actor, pending, args.aux_loss_coef, stats):
+    for loss in ptx.losses(actor, update, args.aux_loss_coef, stats):
         backward(loss)
     return stats
 

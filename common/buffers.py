@@ -178,6 +178,8 @@ class Batch:
     masked_logprobs: PerToken = EMPTY
     ref_logprobs: PerToken = EMPTY
     teacher_logprobs: PerToken = EMPTY
+    # the samples as the teacher in the loss sees them
+    teacher_view: Annotated["Batch | None", "batch"] = None
     kl: PerToken = EMPTY  # to the reference, before the update
     kl_coef: OfBatch[float] = 0.0  # weight of the KL in this step
     entropy: PerToken = EMPTY  # under the policy at the start of the update

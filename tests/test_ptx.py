@@ -70,8 +70,9 @@ def text_gradient(env, args: ppo.Args, picks: list[int]) -> tuple[float, Tensors
     """Loss and gradient of rows by the code under test."""
     drawn = [env.text.rows[k] for k in picks]
     env.text.coef, env.text.labels = args.ptx_coef, args.ptx_labels
-    stats, pending = {}, env.text.loader.submit(drawn, picks)
-    for loss in env.text.losses(env.actor, pending, args.aux_loss_coef, stats):
+    stats = {}
+    env.text.batches = [env.text.loader.collect(*env.text.loader.submit(drawn, picks))]
+    for loss in env.text.losses(env.actor, 0, args.aux_loss_coef, stats):
         ppo.backward(loss)
     return float(stats["ptx_loss"].total), take_gradients(env.actor)
 
@@ -154,6 +155,8 @@ def test_the_update_is_the_sum_of_both_gradients(qwen25, picture_rows, rows, mon
     # one pass, in any order
     loss, text = text_gradient(env, env.args, [4, 3, 2, 1, 0])
     trained = Caught(env.actor, env.args)
+    ppo.begin_step(env.text, 1, env.args)
+    env.text.collect()
     metrics = ppo.update_actor(trained, None, env.batch, 1, env.text, env.args)
     (caught,) = trained.gradients
     assert distance(caught, {name: policy[name] + text[name] for name in policy}) < rounding(
@@ -179,9 +182,12 @@ def test_the_update_is_the_sum_of_both_gradients(qwen25, picture_rows, rows, mon
 def test_every_row_is_drawn_once_per_pass(env, monkeypatch):
     """By the number of the update alone. Five rows, two per update."""
     monkeypatch.setattr(env.text, "batch", 2)
-    drawn = [env.text.start(update)[1] for update in range(8)]
-    monkeypatch.setattr(env.text, "scheduled", 16)
-    drawn += [env.text.start(update)[1] for update in range(2)]
+    monkeypatch.setattr(env.text, "scheduled", 0)
+    drawn = []
+    for updates in (8, 2):
+        env.text.start(updates)
+        env.text.collect()
+        drawn += [batch.draws for batch in env.text.batches]
     assert [len(picks) for picks in drawn] == [2] * 10
     flat = sum(drawn, [])
     assert all(sorted(flat[k : k + 5]) == [0, 1, 2, 3, 4] for k in range(0, 20, 5))
@@ -204,15 +210,15 @@ def test_another_number_of_updates_goes_on_at_the_next_row(
     qwen25, rows, task, tmp_path, monkeypatch
 ):
     """Two steps of two updates, then two of one: the rows of one sequence, two per update."""
-    picked, start = [], PtxLoss.start
+    picked, collect = [], PtxLoss.collect
     rows.write_text(ROWS)  # another test may have left a row out
 
-    def noted(self, number):
-        pending = start(self, number)
-        picked.extend(pending[1])
-        return pending
+    def noted(self):
+        collect(self)
+        for batch in self.batches:
+            picked.extend(batch.draws)
 
-    monkeypatch.setattr(PtxLoss, "start", noted)
+    monkeypatch.setattr(PtxLoss, "collect", noted)
     more = ptx(rows, "--ptx_batch 2 --save_every 2 --export_every 0")
     train(qwen25, task, tmp_path, *more, "--steps 2 --minibatches 2")
     train(qwen25, task, tmp_path, *more, "--steps 4 --minibatches 1")

@@ -6,6 +6,7 @@ import errno
 import gc
 import itertools
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,12 +20,15 @@ import train_grm_vl as grm
 import train_ppo_vl as ppo
 from common.data import images
 from common.ground.process import UserError
+from common.looks import image_changes
 from conftest import (
     read_json,
+    read_rows,
     reproducible,
     same_tensors,
     user_error,
     words,
+    write_checkpoint,
     write_image,
     write_rows,
 )
@@ -37,7 +41,7 @@ import os, pathlib
 def letters(prompts, responses, references, labels, images, step):
     mark = pathlib.Path(__file__).with_name("fails")
     rank, at, word = mark.read_text().split() if mark.exists() else ("", "", "")
-    if rank == os.environ["RANK"] and int(at) == step and word in prompts[0]:
+    if rank == os.environ.get("RANK", "0") and int(at) == step and word in prompts[0]:
         raise KeyError("the table is gone")
     return [sum(c in "aeiou " for c in r) / max(1, len(r)) for r in responses]
 
@@ -204,6 +208,48 @@ def test_pictures_that_cannot_be_read_cost_the_judge_no_step(task, qwen25, tmp_p
     monkeypatch.setattr(images, "read_patiently", read_five)
     with user_error("Stale file handle"):
         grm.main(words(line, f"--out {tmp_path}/away --save_every -1"))
+    assert steps(tmp_path / "away") == [2]
+    assert_same_checkpoint(tmp_path / "away", tmp_path / "whole", 2)
+
+
+def test_pictures_of_language_model_rows_cost_no_step(task, flags_of_all, tmp_path, monkeypatch):
+    """The last of the four that the third step's two updates need: all are read before the first of them."""
+    answers = []
+    for row in read_rows(task / "answers.jsonl"):
+        (picture,) = row["images"]
+        shutil.copy(task / picture, tmp_path / picture)
+        answers.append(row | {"images": [str(tmp_path / picture)]})
+    text = f"--ptx_data {write_rows(tmp_path / 'answers.jsonl', answers)}"
+    ppo.main(flags_of_all(tmp_path / "whole", f"{text} --save_every 1"))
+    read, calls = images.read_patiently, itertools.count(1)
+
+    def fail_at_twelfth(path, *arguments):
+        if Path(path).parent == tmp_path and next(calls) == 12:
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return read(path, *arguments)
+
+    monkeypatch.setattr(images, "read_patiently", fail_at_twelfth)
+    with user_error("Stale file handle"):
+        ppo.main(flags_of_all(tmp_path / "away", text))
+    assert steps(tmp_path / "away") == [2]
+    assert_same_checkpoint(tmp_path / "away", tmp_path / "whole", 2)
+
+
+def test_pictures_for_a_teacher_cost_no_step(task, flags_of_all, tmp_path, monkeypatch):
+    """A tower of its own reads the four pictures of a step again: before the critic's first update, too."""
+    teacher = write_checkpoint(tmp_path / "teacher", "qwen2_5_vl", hidden_size=32)
+    more = f"--advantage gae --critic_lr 1e-3 --teacher_model {teacher} --teacher_in loss"
+    ppo.main(flags_of_all(tmp_path / "whole", f"{more} --save_every 1"))
+    load, calls = image_changes.load_pixels, itertools.count(1)
+
+    def fail_at_twelfth(*arguments):
+        if next(calls) == 12:
+            raise UserError("Stale file handle")
+        return load(*arguments)
+
+    monkeypatch.setattr(image_changes, "load_pixels", fail_at_twelfth)
+    with user_error("Stale file handle"):
+        ppo.main(flags_of_all(tmp_path / "away", more))
     assert steps(tmp_path / "away") == [2]
     assert_same_checkpoint(tmp_path / "away", tmp_path / "whole", 2)
 

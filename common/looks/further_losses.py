@@ -8,7 +8,7 @@ PtxLoss                            a next-token loss on rows of text: PPO-ptx (O
 
 import itertools
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -63,30 +63,39 @@ class PtxLoss:
     labels: str  # which tokens carry the loss: all "text", or "responses"
     seed: int
     scheduled: int = 0  # rows that earlier steps had for their updates, taken or not
+    pending: list[tuple] = field(default_factory=list)  # what `PromptLoader.submit` returned
+    batches: list[Batch] = field(default_factory=list)  # of the updates of this step, decoded
 
     def __post_init__(self):
         # (V,) bool: image tokens and such are no labels
         self.banned = self.loader.processor.banned_mask()
 
-    def start(self, number: int) -> tuple:
-        """Begin to decode the images of the rows of update ``number`` of a step, from 0."""
-        order = data_order(len(self.rows), self.seed, self.scheduled + number * self.batch)
-        picks = list(itertools.islice(order, self.batch))
-        return self.loader.submit([self.rows[k] for k in picks], picks)
+    def start(self, updates: int) -> None:
+        """Begin to decode the images of the rows of a step's updates, while its samples are drawn."""
+        order = data_order(len(self.rows), self.seed, self.scheduled)
+        drawn = [list(itertools.islice(order, self.batch)) for _ in range(updates)]
+        self.pending = [self.loader.submit([self.rows[k] for k in picks], picks) for picks in drawn]
+
+    def collect(self) -> None:
+        """Wait for the images of all updates, before the first: an image that cannot be read costs no
+        finished step. Raises UserError: see `PromptLoader.collect`."""
+        self.batches = [self.loader.collect(*batch) for batch in self.pending]
+        self.scheduled += self.batch * len(self.batches)
+        self.pending = []
 
     def losses(
-        self, policy: Policy, pending: tuple, aux_loss_coef: float, stats: dict
+        self, policy: Policy, update: int, aux_loss_coef: float, stats: dict
     ) -> Iterator[Tensor]:
         """Each pack's share of the loss, a mean over the label tokens of all ranks.
 
         Args:
-            pending: what `start` returned.
+            update: its number in the step, from 0.
             stats: gets statistics like those of the actor's loss, after the last pack.
         """
         model = policy.model
-        rows, *_ = pending
-        prompts = self.loader.collect(*pending)
-        batch = packs.with_examples(model, prompts, [[row] for row in rows])
+        prompts = self.batches[update]
+        examples = [[self.rows[k]] for k in prompts.draws]
+        batch = packs.with_examples(model, prompts, examples)
         vlm.compute_features_unless_trained(model, batch)
         load = count_experts(policy, batch) if aux_loss_coef else None
         count = self.count_labels(batch)

@@ -241,6 +241,7 @@ def test_the_loss_is_the_exact_kl(case, rows):
         for module in {env.actor, env.models.teacher.policy}:
             module.model.setup = dataclasses.replace(module.model.setup, max_tokens_per_pack=most)
         trained = Caught(env.actor, env.args)
+        env.batch.teacher_view = env.models.teacher.view(env.batch)
         metrics = ppo.update_actor(trained, env.models, env.batch, 1, None, env.args)
         assert distance(trained.gradients[0], expected) < 1e-7
         assert metrics["train/teacher_kl"] == pytest.approx(kl, rel=1e-6)
@@ -254,6 +255,7 @@ def test_tokens_outside_of_the_policy_loss_are_taught_too(qwen25, rows):
     for mask in (torch.ones, torch.zeros):
         env.batch.in_policy_loss = mask(len(env.batch.tokens)).bool()
         trained = Caught(env.actor, env.args)
+        env.batch.teacher_view = env.models.teacher.view(env.batch)
         metrics = ppo.update_actor(trained, env.models, env.batch, 1, None, env.args)
         gradients.append(trained.gradients[0])
         assert distance(gradients[-1], gradients[0]) < 1e-10
