@@ -1559,7 +1559,7 @@ def update_actor(
     teacher = models.teacher if args.teacher_in_loss else None
     # the loss contains the exact KL to these
     frozen = list(filter(None, (reference, teacher and teacher.policy)))
-    view = teacher and (teacher.policy.model, batch.teacher_view)
+    view = (teacher.policy.model, batch.teacher_view) if teacher and batch.teacher_view else None
     updates = 0
     actor.train()
     with fsdp.on_device(args.offload, trained, *frozen):
