@@ -55,35 +55,23 @@ RECORDED = {"out", "seed", "eval_every", "eval_only", "log_samples", "timeout"}
 
 
 @dataclass(frozen=True)
-class Bounds:
-    """The bounds of a number, which by default is not negative."""
+class Rules:
+    """What a flag does, and which values it may have."""
 
+    help: str  # with the unit
+    choices: tuple = ()
+    check: Callable | None = None  # raises UserError for a bad value
+    paths: bool = False  # paths in the value become absolute
+    several: bool = False  # there may be several in the value, with commas between them
+    # the bounds of a number, which by default is not negative
     low: float = 0
     high: float = LARGEST
     off: float | None = None  # the one value outside of these bounds that is allowed
 
 
-def flag(
-    default: Any,
-    help: str,
-    *,
-    choices: tuple = (),
-    check: Callable | None = None,
-    paths: bool = False,
-    several: bool = False,
-    **bounds: float,
-) -> Any:
-    """A field of an argument class.
-
-    Args:
-        help: what it does, with the unit.
-        check: raises UserError for a bad value.
-        paths: paths in the value become absolute.
-        several: there may be several in the value, with commas between them.
-        bounds: of a number, see `Bounds`.
-    """
-    rules = {"help": help, "choices": choices, "check": check, "paths": paths, "several": several}
-    return dataclasses.field(default=default, metadata=rules | vars(Bounds(**bounds)))
+def flag(default: Any, help: str, **rules: Any) -> Any:
+    """A field of an argument class: see `Rules`."""
+    return dataclasses.field(default=default, metadata=vars(Rules(help, **rules)))
 
 
 def groups_of(args_class: type) -> dict[str, type]:
@@ -287,10 +275,6 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str):
         raise UserError(message)
-
-    def exit(self, status: int = 0, message: str | None = None):
-        """Called by argparse for --help. A plain SystemExit would be taken for one of a user's program."""
-        raise Exit(status)
 
     def parse_args(self, argv: list[str] | None = None) -> argparse.Namespace:
         values, rest = self.parse_known_args(argv)
