@@ -295,7 +295,7 @@ def test_pictures_are_waited_for(picture, pauses, monkeypatch, capsys):
             away.rename(picture.parent)
 
     monkeypatch.setattr(images.time, "sleep", sleep)
-    (frame,) = images.read_frames([str(picture)], 1)
+    (frame,) = images.read_frames(str(picture), 1)
     assert frame.size == (56, 28)
     assert pauses == [1, 2, 4]
     told = capsys.readouterr().out
@@ -308,11 +308,11 @@ def test_a_picture_that_is_gone_is_waited_for_once(picture, pauses):
     gone = str(picture.with_name("gone.png"))
     for _ in range(3):
         with user_error("no such image"):
-            images.read_frames([gone], 1)
+            images.read_frames(gone, 1)
     assert pauses == [1, 2, 4, 8]
-    images.read_frames([str(picture)], 1)
+    images.read_frames(str(picture), 1)
     with user_error("no such image"):
-        images.read_frames([[gone, gone]], 2)
+        images.read_frames([gone, gone], 2)
     assert pauses == [1, 2, 4, 8] * 2
     with user_error("no such image"):
         images.image_size(gone)

@@ -167,19 +167,16 @@ def sample_frames(total: int, most: int) -> list[int]:
     return np.linspace(0, total - 1, min(total, most)).round().astype(int).tolist()
 
 
-def read_frames(items: Any, most: int) -> list[Image.Image]:
-    """The images of `Prompt.images`; of each clip up to ``most`` frames. Waits for files: see
+def read_frames(item: str | Sequence[str], most: int) -> list[Image.Image]:
+    """One of `Prompt.images`: the image, or up to ``most`` frames of the clip. Waits for files: see
     `read_patiently`."""
-    frames = []
-    for item in items:
-        if isinstance(item, str):
-            frames.append(read_image(item, patient=True))
-        elif len(item) == 1:
-            with suppress(OSError):  # which is told next
-                read_patiently(item[0], 1)
-            frames += _read_film(item[0], lambda total: sample_frames(total, most))[0]
-        else:
-            frames += [read_image(item[k], patient=True) for k in sample_frames(len(item), most)]
+    if isinstance(item, str):
+        return [read_image(item, patient=True)]
+    if len(item) > 1:
+        return [read_image(item[k], patient=True) for k in sample_frames(len(item), most)]
+    with suppress(OSError):  # which is told next
+        read_patiently(item[0], 1)
+    frames, _ = _read_film(item[0], lambda total: sample_frames(total, most))
     return frames
 
 

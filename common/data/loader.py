@@ -215,7 +215,7 @@ def load_pixels(
     if not prompt.images:
         return None
     family = processor.family.among(len(prompt.grids))
-    parts = [read_frames([item], family.video_frames) for item in prompt.images]
+    parts = [read_frames(item, family.video_frames) for item in prompt.images]
     if change is not None:
         changed = iter(change(list(itertools.chain(*parts)), key))
         parts = [list(itertools.islice(changed, len(frames))) for frames in parts]

@@ -186,7 +186,7 @@ def record_card(record: dict) -> Image.Image:
 
 def picture(items: list, regions: dict | None) -> list[Image.Image]:
     """The images of a record and frames of its clips; one shows the regions of `region_record`."""
-    frames = [read_frames([item], 6) for item in items]
+    frames = [read_frames(item, 6) for item in items]
     if regions:
         of_image = frames[regions["image"]]
         of_image[0] = draw_regions(of_image[0], regions["true"], regions["answered"])

@@ -120,7 +120,7 @@ def encode_images(images: list[list]) -> list[list]:
 def encode_image(item: str | tuple[str, ...]) -> str | list[str]:
     """An image, upright and RGB, as PNG in base64; a video as a list of up to FRAMES such frames."""
     encoded = []
-    for image in read_frames([item], FRAMES):
+    for image in read_frames(item, FRAMES):
         file = io.BytesIO()
         image.save(file, "PNG", compress_level=1)
         encoded.append(base64.b64encode(file.getvalue()).decode())

@@ -401,7 +401,7 @@ def seen(prompts, responses, references, labels, images):
     assert len(clips[2]) == 3
     assert isinstance(clips[2][0], str)
     assert [len(item) for item in clips[2][1:]] == [3, 4]
-    assert len(vlm_images.read_frames(clips[2], 6)) == 1 + 3 + 4
+    assert [len(vlm_images.read_frames(item, 6)) for item in clips[2]] == [1, 3, 4]
     assert remote.encode_image(tuple(clips[2][1])) == [
         remote.encode_image(path) for path in clips[2][1]
     ]
@@ -563,7 +563,7 @@ def test_films(pyav, load, tmp_path, monkeypatch, package, name, codec):
     processor, prompt = load({"prompt": "x", "videos": [name]}, video_frames=4)
     assert prompt.grids[0][:1] == (2,)
     assert prompt.grids[0][3:] == pytest.approx((2 / (4 / 3), 4 / 8, 18 / 8))
-    for frame, k in zip(vlm_images.read_frames([prompt.images[0]], 4), (0, 4, 7, 11)):
+    for frame, k in zip(vlm_images.read_frames(prompt.images[0], 4), (0, 4, 7, 11)):
         assert frame.size == (96, 64)
         assert np.abs(np.asarray(frame).mean((0, 1)) - frames[k][0, 0]).max() < 6
     load_pixels(prompt, processor)
