@@ -62,7 +62,7 @@ def start(folder, *commands: list) -> str:
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
     )
     assert result.returncode == 0, result.stderr
     return result.stdout
@@ -70,14 +70,16 @@ def start(folder, *commands: list) -> str:
 
 @pytest.mark.slow
 def test_programs_start(tmp_path):
-    """All of launch/ and both scripts show their help."""
+    """All of launch/ and both scripts show their help, the scripts also that of each group of flags."""
     can_start = importlib.util.find_spec("math_verify")
     programs = [path for path in PROGRAMS if path.stem != "reward_math" or can_start]
     assert len(programs) > 20
     tools = [path for path in programs if "launch" in path.parts]
-    helped = [*tools, *SCRIPTS]
     others = [[path] for path in programs if path not in tools]
-    told = start(tmp_path, *others, *([path, "--help"] for path in helped))
+    helped = [[path, "--help"] for path in (*tools, *SCRIPTS)]
+    for script, module in zip(SCRIPTS, (ppo, grm)):
+        helped += [[script, "--help", group] for group in groups_of(module.Args)]
+    told = start(tmp_path, *others, *helped)
     assert told.count("usage:") == len(helped)
 
 
