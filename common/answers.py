@@ -89,7 +89,11 @@ def numbers_of(value: Any) -> Any:
     import numpy
 
     array = numpy.asarray(value)
-    return array if array.dtype.kind in "biuf" else None
+    kind, size = array.dtype.kind, array.dtype.itemsize
+    if kind not in "biuf":
+        return None
+    # torch knows no other order of bytes, and nothing wider
+    return array.astype(f"{kind}{min(size, 8)}", copy=False)
 
 
 def in_text(content: bytes | bytearray) -> str:
@@ -97,7 +101,7 @@ def in_text(content: bytes | bytearray) -> str:
 
 
 def decode(content: bytes) -> Any:
-    """What `encode` was given."""
+    """What `encode` was given. Raises UserError: a picture of far too many pixels."""
     return json.loads(content, object_hook=restore)
 
 
@@ -107,7 +111,10 @@ def restore(entry: dict) -> Any:
     if kind == "image":
         from PIL import Image
 
-        image = Image.open(io.BytesIO(base64.b64decode(entry["png"])), formats=["PNG"])
+        try:
+            image = Image.open(io.BytesIO(base64.b64decode(entry["png"])), formats=["PNG"])
+        except Image.DecompressionBombError as error:
+            raise UserError(f"it returned a picture that is too large: {error}") from error
         image.load()
         return image
     if kind == "bytes":

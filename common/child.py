@@ -40,6 +40,7 @@ from common.ground.signals import CAUGHT
 
 DEBUGGING = b"a debugger reads from the terminal"  # sent while a request is answered
 CUDA_NOT_INITIALIZED = 3  # of <cuda.h>
+MOST_TEXT = 2000  # characters of an error
 TIME_TO_END = 1.0  # seconds for a process to end once it has closed its connection
 NEEDS_SHARED = (
     "CUDA is initialised in the program's process, and the process of a sample cannot use it: say "
@@ -55,15 +56,23 @@ answering: Connection  # where the request has come from
 
 
 def describe_error(error: BaseException) -> str:
-    """What user code raised, and its lines that led there, the innermost first."""
+    """What user code raised, and its lines that led there, the innermost first, each once; then the first of
+    what a group holds."""
+    try:
+        text = str(error)
+    except Exception as problem:  # of the user's own class
+        text = f"<its str() raises {type(problem).__name__}>"
     frames = reversed(traceback.extract_tb(error.__traceback__))
-    lines = [
+    lines = dict.fromkeys(
         f"{Path(frame.filename).name}:{frame.lineno}"
         for frame in frames
         if not frame.filename.startswith(("<", os.path.dirname(__file__)))
-    ]
+    )
     where = f" ({' < '.join(lines)})" if lines else ""
-    return f"{type(error).__name__}: {error}{where}"
+    described = f"{type(error).__name__}: {text:.{MOST_TEXT}}{where}"
+    if isinstance(error, BaseExceptionGroup):  # whose text names none of them
+        described += f": {describe_error(error.exceptions[0])}"
+    return described
 
 
 # --------------------------------------------------------------------------------------------------
@@ -152,7 +161,7 @@ def answer(request: str, arguments: tuple) -> None:
         content = answers.encode({"raised": describe_error(error)})
     if os.getpid() != process:
         os._exit(0)  # the program has forked, and both have returned
-    with suppress(BrokenPipeError):  # the trainer has gone
+    with suppress(OSError):  # the trainer has gone, or the program has closed the connection
         answering.send_bytes(content)
 
 

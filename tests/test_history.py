@@ -108,6 +108,9 @@ def zero(rows, samples, rewards):
 def nan(rows, samples, rewards):
     return [1.0] * 7 + [np.nan]
 
+def huge(rows, samples, rewards):
+    return [10**400] * 8
+
 def column(rows, samples, rewards):
     return np.ones((8, 1))
 
@@ -183,6 +186,7 @@ def test_a_function_may_change_what_it_gets(qwen25, task, tmp_path, seen, curric
         ("short", "--curriculum .*:short: .*expected 8 weights"),
         ("zero", "--curriculum .*:zero: .*expected 8 weights"),
         ("nan", "--curriculum .*:nan: .*expected 8 weights .* nan"),
+        ("huge", "--curriculum .*:huge: OverflowError: "),
         ("column", "--curriculum .*:column: .*expected 8 weights"),
         ("none", "--curriculum .*:none: .*expected 8 weights .* got nan"),
         ("raises", "--curriculum .*:raises: KeyError: 'difficulty'"),

@@ -197,6 +197,25 @@ def reward(file: Path, body: str, timeout: float = 20.0, top: str = "") -> list[
         ),
         ("return {(1, 2): 3}", "it returned what is no plain data: keys must be"),
         ("it = []\nit.append(it)\nreturn it", "it returned what is no plain data: Circular"),
+        ("return [10**400, 1]", "reward holds too large a number: int too large"),
+        (
+            "return {'reward': [1, 2], 'spans': [[(1, 10**400)], []]}",
+            "spans must be lists .* int too large",
+        ),
+        ("import os\nos.closerange(3, 1024)", "its process ended with code 0"),
+        (
+            "class E(Exception):\n    def __str__(self):\n        return 3\nraise E",
+            r"it raised E: <its str\(\) raises TypeError> \(mine.py:6\);",
+        ),
+        (
+            "def again():\n    again()\nagain()",
+            r"it raised RecursionError: \D+ \(mine.py:4 < mine.py:5\);",
+        ),
+        ("raise ValueError('x' * 10**7)", r"it raised ValueError: x{2000} \(mine.py:3\);"),
+        (
+            "raise ExceptionGroup('two', [KeyError(1), KeyError(2)])",
+            r"it raised ExceptionGroup: two \(2 sub-exceptions\) \(mine.py:3\): KeyError: 1;",
+        ),
     ],
 )
 def test_what_ends_a_call_is_a_message_with_the_sample(tmp_path, body, message, monkeypatch):
@@ -289,6 +308,8 @@ TABLES = "return __import__('pandas').Series([1.0, 2.0]) if 0 else range(1, 3)"
         ("import torch\nreturn torch.tensor([1, 2], dtype=torch.bfloat16)", [1, 2]),
         ("import torch\nreturn [torch.tensor(1.0, requires_grad=True), torch.tensor(2)]", [1, 2]),
         ("import numpy\nreturn tuple(numpy.arange(1, 3))", [1, 2]),
+        ("import numpy\nreturn numpy.array([1, 2], '>f8')", [1, 2]),  # as of a file
+        ("import numpy\nreturn [*numpy.array([1, 2], numpy.longdouble)]", [1, 2]),
         ("return range(1, 3)", [1, 2]),
         ("return {'a': [1, 2], 3: (True, False)}", [2, 2]),
     ],
@@ -494,6 +515,13 @@ def test_pictures_come_back_as_they_were(mode):
 def test_grey_of_unknown_range_is_refused():
     with user_error("mode F, values 0.0 to 0.0: not 16-bit grey"):
         answers.encode(Image.new("F", (2, 2)))
+
+
+def test_a_picture_of_far_too_many_pixels_is_refused():
+    """By the trainer, whatever limit the program has set for itself."""
+    content = answers.encode(Image.new("1", (20_000, 20_000)))
+    with user_error("a picture that is too large: Image size .400000000 pixels. exceeds"):
+        answers.decode(content)
 
 
 # --------------------------------------------------------------------------------------------------

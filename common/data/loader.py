@@ -100,7 +100,7 @@ def draw_by_weights(
             raise ValueError(f"expected {count} weights of 0 or more, got {chances!s:.200}")
         noise = np.random.default_rng(seed)
         return noise.choice(count, size, False, chances / chances.sum()).tolist()
-    except (TypeError, ValueError) as error:  # numbers of another kind, or too few above 0
+    except (TypeError, ValueError, OverflowError) as error:  # other numbers, or too few above 0
         raise UserError(f"{type(error).__name__}: {error}") from error
 
 

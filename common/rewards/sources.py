@@ -356,7 +356,9 @@ def read_column(source: Source, samples: Samples, name: str, values: Any) -> Ten
         values = [math.nan if value is None else value for value in values]
     try:
         numbers = torch.as_tensor(values, dtype=torch.float64, device="cpu").detach()
-    except (TypeError, ValueError, RuntimeError, OverflowError):
+    except OverflowError as error:  # an integer
+        raise failure(source, samples, f"{name} holds too large a number: {error}") from error
+    except (TypeError, ValueError, RuntimeError):
         numbers = torch.empty(())
     if numbers.shape != (count,):
         problem = f"{name} must be a list of {count} numbers, got {describe_shape(values)}"
@@ -388,7 +390,7 @@ def read_spans(source: Source, samples: Samples, spans: Iterable) -> Spans:
             [(range(1, len(text) + 1).index(end) + 1, float(earned)) for end, earned in ends]
             for text, ends in zip(samples.responses, spans, strict=True)
         ]
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         problem = f"spans must be lists of (end, reward), with ends in the response: {error}"
         raise failure(source, samples, problem) from error
 
@@ -588,7 +590,7 @@ def read_floats(values: Any) -> list[float]:
     """Raises UserError: these are no numbers."""
     try:
         return [float(value) for value in values]
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise UserError(f"{type(error).__name__}: {error}") from error
 
 

@@ -713,6 +713,7 @@ def test_a_combiner(qwen25, picture_rows, tmp_path):
         "def best(scores):\n    return [max(pair) for pair in zip(*scores.values())]\n"
         "def short(scores):\n    return [1.0]\ndef broken(scores):\n    return 1 / 0\n"
         "def nan(scores):\n    return [float('nan')] * 6\n"
+        "def huge(scores):\n    return [10**400] * 6\n"
     )
     flags = words("--reward", f"exact,{tmp_path}/mine.py:length", "--reward_combiner")
     env, reward, batch, texts = prepare(qwen25, picture_rows, *flags, f"{tmp_path}/mine.py:best")
@@ -722,6 +723,7 @@ def test_a_combiner(qwen25, picture_rows, tmp_path):
         ("short", "1 values for 6 samples"),
         ("broken", "ZeroDivisionError"),
         ("nan", "must be finite"),
+        ("huge", "OverflowError: int too large"),
     ):
         reward.combiner, *_ = load_function(
             "--reward_combiner", f"{tmp_path}/mine.py:{name}", "rewards"
