@@ -371,6 +371,8 @@ def main(argv: list[str]) -> None:
         "--image_root", type=Path, help="show pictures below this folder, too", metavar="FOLDER"
     )
     args = parser.parse_args(argv)
+    if args.out.exists() and not args.out.is_file():  # renaming would replace a device
+        raise UserError(f"--out {args.out} is no file")
     runs = [read_run(folder) for run in args.runs for folder in find_runs(run)]
     name_apart(runs)
     roots = [folder for run in runs for folder in (Path(run.folder), *data_folders(run.flags))]

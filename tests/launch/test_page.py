@@ -4,6 +4,7 @@ import base64
 import gzip
 import hashlib
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -213,6 +214,21 @@ def test_a_run_of_which_there_is_nothing_yet(tmp_path, capsys):
         made(tmp_path, tmp_path / "none")
     assert ended.value.code == 2
     assert "not the folder of a run" in capsys.readouterr().err
+
+
+def test_what_is_no_file_is_not_replaced_by_a_page(tmp_path, capsys):
+    """Such as /dev/null: to rename a file to it would take the device away."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").touch()
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for out in (pipe, tmp_path / "run"):
+        with pytest.raises(SystemExit) as ended:
+            page.main([f"{tmp_path}/run", "--out", f"{out}"])
+        assert ended.value.code == 2
+        assert capsys.readouterr().err == f"error: --out {out} is no file\n"
+    assert pipe.is_fifo()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["pipe", "run"]
 
 
 def test_which_samples_are_read(tmp_path):
