@@ -438,8 +438,10 @@ def _equal(a: str, b: str) -> bool:
     return any(abs(value - y) <= tolerance for value in (x, x * scale))
 
 
-def check_reference(rule: str, reference: str) -> None:
-    """Raises UserError: no response can match a reference, not even its own text."""
+def check_reference(rule: str, reference: str | None) -> None:
+    """Raises UserError: there is no reference, or no response can match it, not even its own text."""
+    if reference is None:
+        raise UserError("no reference answer")
     matches = words_of(reference) if rule == "exact" else answers_equal(reference, reference)
     if not matches:
         raise UserError(f"an empty answer, {reference!r:.80}")

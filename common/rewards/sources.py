@@ -36,9 +36,8 @@ from common.ground.files import UserError, check_form, parse_json, read_bytes
 from common.rewards import regions
 from common.rewards.remote import Server
 from common.rewards.rules import RULES, check_reference, rule_reward
-from common.user_code import Function, Program, RaisedError, in_thread, load_function
+from common.user_code import Function, RaisedError, in_thread, load_function
 
-MEASURED = "parsed"  # a component that is no part of a reward
 ColumnTensors = dict[str, Tensor]  # "reward" and its components: (n,) float64 each
 # Of each sample: where a span ends, in characters, and what it earns.
 Spans = list[list[tuple[int, float]]]
@@ -124,8 +123,8 @@ class Source:
     keywords: list[str] = field(default_factory=list)  # what it gets by name, of OFFERED
     # Of no function: scores these samples of the batch. `reward_models.build` sets that of a model.
     score: Callable[[Batch, list[int], Processor], Scores] | None = None
-    # Why nothing can match each of these reference answers, of rows with these `row`, `regions` and
-    # `places`; "" if something can. None: any may be right.
+    # Why nothing can match each of these reference answers, None of a row without one, of rows with these
+    # `row`, `regions` and `places`; "" if something can. None: any may be right.
     check: Callable[[list, dict[str, list]], list[str]] | None = None
 
 
@@ -188,7 +187,7 @@ def load_source(spec: str, args: RewardArgs = RewardArgs()) -> Source:
     """
     kind, _, rest = spec.partition(":")
     if spec == "none":
-        return Source(spec, spec, "none", no_reward)
+        return Source(spec, spec, "none", lambda prompts, *_: [0.0] * len(prompts))
     if spec == "env":
         return Source(spec, spec, "env", score=score_turns)
     if spec in RULES:
@@ -214,10 +213,6 @@ def load_source(spec: str, args: RewardArgs = RewardArgs()) -> Source:
     )
     check = function.check if has_check else None
     return Source(spec, function.name, "function", function, keywords, check=check)
-
-
-def no_reward(prompts, responses, references, labels, images) -> list[float]:
-    return [0.0] * len(responses)
 
 
 def name_apart(sources: list[Source]) -> None:
@@ -296,14 +291,13 @@ def read_samples(
 
 
 def copy_rows(batch: Batch, picks: list[int], turns: list[list[str]]) -> list[dict]:
-    """The row of each sample, its own, which a function may change; with the conversation if there is
-    one."""
+    """The row of each sample, with the conversation if there is one: a copy, which a function may change."""
     rows = []
     for i, texts in zip(picks, turns):
-        row = copy.deepcopy(batch.prompts[int(batch.prompt_index[i])].row)
+        row = batch.prompts[int(batch.prompt_index[i])].row
         if batch.conversations:
-            row["conversation"] = copy.deepcopy(messages(batch.conversations[i], texts))
-        rows.append(row)
+            row = row | {"conversation": messages(batch.conversations[i], texts)}
+        rows.append(copy.deepcopy(row))
     return rows
 
 
@@ -543,20 +537,21 @@ class RewardMix:
         with distributed.raise_on_all_ranks():
             results = [call.result for call in calls]
             _, late = wait(results, limit, FIRST_EXCEPTION)
-            programs = [program for call in calls if (program := program_of(call.source))]
+            functions = [call.source.function for call in calls]
+            programs = [each.program for each in functions if isinstance(each, Function)]
             if any(program.is_debugged for program in programs):
                 _, late = wait(results, None, FIRST_EXCEPTION)
             for call in calls:
-                if call.result not in late:
+                if call.result not in late:  # first of all, what one has raised
                     columns, spans = call.result.result()
                     at_tokens = place_spans(call.picks, spans, batch, processor) if spans else []
                     scores[call.source.name] = Scores(call.picks, columns, at_tokens)
-            for call in calls:
-                if call.result in late:
-                    for program in programs:
-                        program.end("was ended, as a call took too long")
-                    problem = f"took longer than {limit:g} s (--reward_timeout)"
-                    raise failure(call.source, call.samples, problem)
+            late_calls = [call for call in calls if call.result in late]
+            if late_calls:
+                for program in programs:
+                    program.end("was ended, as a call took too long")
+                problem = f"took longer than {limit:g} s (--reward_timeout)"
+                raise failure(late_calls[0].source, late_calls[0].samples, problem)
         return scores
 
     def compared(self, components: Iterable[str]) -> list[str]:
@@ -567,7 +562,7 @@ class RewardMix:
             return [source.name for source in self.sources]
         if self.sources[0].kind in ("env", "regions"):
             return []
-        names = [name for name in components if name != MEASURED]
+        names = [name for name in components if name != "parsed"]  # which is no part of a reward
         return names if names != ["spans"] else []  # beside the reward alone, they are parts of it
 
     def combine(self, combiner: Callable, rewards: dict[str, Tensor]) -> Tensor:
@@ -581,11 +576,6 @@ class RewardMix:
         return torch.tensor(values, dtype=torch.float64)
 
 
-def program_of(source: Source) -> Program | None:
-    """The process that answers the calls of a source."""
-    return source.function.program if isinstance(source.function, Function) else None
-
-
 def read_floats(values: Any) -> list[float]:
     """Raises UserError: these are no numbers."""
     try:
@@ -597,24 +587,17 @@ def read_floats(values: Any) -> list[float]:
 def lacks_of(source: Source, rows: list[Prompt]) -> list[str]:
     """What each row lacks for a source that compares, or what is wrong with its reference answer; "" if
     nothing. Raises UserError: the process of the check has ended."""
-    lacks, checked = [""] * len(rows), list(range(len(rows)))
-    if source.kind == "rule":  # others may read another column
-        lacks = ["" if row.reference is not None else "no reference answer" for row in rows]
-        checked = [k for k, lack in enumerate(lacks) if not lack]
-    if not source.check or not checked:
-        return lacks
+    if not source.check:
+        return [""] * len(rows)
     offered = {
-        "row": [rows[k].row for k in checked],
-        "regions": [rows[k].regions for k in checked],
-        "places": [list(rows[k].places) for k in checked],
+        "row": [row.row for row in rows],
+        "regions": [row.regions for row in rows],
+        "places": [list(row.places) for row in rows],
     }
     try:
-        problems = source.check([rows[k].reference for k in checked], offered)
+        return source.check([row.reference for row in rows], offered)
     except UserError as error:
         raise UserError(f"--reward {source.spec}: its check: {error}") from error
-    for k, problem in zip(checked, problems):
-        lacks[k] = problem
-    return lacks
 
 
 def score_turns(batch: Batch, used: list[int], processor: Processor) -> Scores:
