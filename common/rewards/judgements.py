@@ -10,7 +10,7 @@ a judge is asked in the words that it was trained on. A model without judge.json
 import dataclasses
 import itertools
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -220,13 +220,14 @@ class JudgeSettings:
         kinds = sorted({kind for kind, _ in trained})
         self.verdicts = self.verdicts | {kind: KINDS[kind].verdicts or scores for kind in kinds}
 
-    def question(self, kind: str, responses: list[str], **columns: str) -> str:
+    def question(self, kind: str, prompt: str, responses: Sequence[str], criterion: str) -> str:
         """A question about one response, or about two. An <answer> in a response becomes [answer], as a
         judge that quotes it would give a verdict."""
+        columns = {"prompt": prompt, "criterion": criterion}
         names = ["response"] if len(responses) == 1 else ["response_a", "response_b"]
-        if self.thoughts is False:
-            responses = list(map(without_thoughts, responses))
         for name, response in zip(names, responses):
+            if self.thoughts is False:
+                response = without_thoughts(response)
             columns[name] = re.sub("<(/?answer)>", r"[\1]", response)
         return fill_in(self.templates[kind], columns)
 
@@ -344,8 +345,7 @@ def judgement_in(
     if order == "swapped":
         responses = responses[::-1]
         images = images[::-1] if kind in MEDIA_PAIRS else images
-    criterion = row.get("criterion") or ""
-    question = settings.question(kind, responses, prompt=prompt, criterion=criterion)
+    question = settings.question(kind, prompt, responses, row.get("criterion") or "")
     text = judgement_text(critique, verdict)
     return Judgement(kind, order, settings.instruction(prompt), question, images, text, verdict)
 

@@ -66,11 +66,11 @@ def build(
             model, processor = build_reader(
                 folder, actor.model, actor.processor, own_template, is_judge
             )
-            settings = (processor, reward.args, offload, write)
             if is_judge:
-                scorer = JudgeModel(source.spec, Policy(model, processor), *settings)
+                judge = Policy(model, processor)
+                scorer = JudgeModel(source.spec, judge, processor, offload, reward.args, write)
             else:
-                scorer = ScalarModel(source.spec, Critic(model), *settings)
+                scorer = ScalarModel(source.spec, Critic(model), processor, offload)
             scorer.module.requires_grad_(False)
             scorer.check_rows(reward.rows_of(source, rows))
         source.score, modules[source.name] = scorer, scorer.module
@@ -109,9 +109,7 @@ class RewardModel:
     spec: str  # as in --reward
     module: Policy | Critic
     processor: Processor
-    args: RewardArgs
     offload: str
-    write: Write
 
     def __post_init__(self):
         """Raises UserError: a judge.json that cannot be used."""
@@ -178,7 +176,7 @@ class RewardModel:
         and encoded once, by the rank that has them."""
         owners = [batch.owners[index] for index in about]
         questions = Batch(prompts=prompts, draws=list(range(len(prompts))), owners=owners)
-        first = {index: about.index(index) for index in about}
+        first = {index: about.index(index) for index in dict.fromkeys(about)}
         # with the actor, whose features serve
         shares_tower = not tower_parameters(self.module.model)
         with distributed.raise_on_all_ranks(f"--reward {self.spec}: "):
@@ -186,8 +184,7 @@ class RewardModel:
                 if shares_tower and index in batch.features:
                     questions.features[k] = batch.features[index]
                 elif not shares_tower and owners[k] == dist.get_rank():
-                    as_seen = replace(batch.prompts[index], grids=prompts[k].grids)
-                    pixels = load_pixels(as_seen, self.processor)
+                    pixels = load_pixels(prompts[k], self.processor)
                     if pixels is not None:
                         questions.patches[k] = pixels
         compute_features(self.module.model, questions)
@@ -219,11 +216,19 @@ def same_in_both_orders(chances: Tensor, worth: Tensor) -> float:
     return float((first == second).double().mean())
 
 
+class Subject(NamedTuple):
+    """What a question is about."""
+
+    index: int  # of a prompt of the batch
+    responses: tuple[str, ...]  # one, or the two of a pair
+    criterion: str = ""
+
+
 class Question(NamedTuple):
-    """A question about one of several answers."""
+    """A question about one of several answers. Two rivals share theirs, which are asked once."""
 
     answer: int  # its number
-    prompt: Prompt
+    subject: Subject
     weight: float  # among the questions about that answer
     worth: Tensor  # (V,) of each verdict
 
@@ -239,6 +244,8 @@ class JudgeModel(RewardModel):
     """
 
     module: Policy
+    args: RewardArgs
+    write: Write
 
     def __post_init__(self):
         """Raises UserError: the judge was not trained on the questions it is to be asked."""
@@ -276,12 +283,11 @@ class JudgeModel(RewardModel):
             )
 
     def ask(self, batch: Batch, answers: list[Answer]) -> Opinions:
-        with distributed.raise_on_all_ranks(f"--reward {self.spec}: "):
-            questions = self.questions(batch, answers)  # Q of them
+        questions = self.questions(batch, answers)  # Q of them
         if not questions:  # no answer has a rival
             half = torch.full((len(answers),), 0.5, dtype=torch.float64)
             return Opinions({"reward": half}, noise={})
-        chances, notes = self.judge_once(batch, answers, questions)
+        chances, notes = self.judge_once(batch, questions)
         parsed = chances.sum(dim=1)  # (Q,)
         worth = torch.stack([question.worth for question in questions])  # (Q, V)
         if self.kind == "answers" and not self.was_asked:
@@ -322,62 +328,49 @@ class JudgeModel(RewardModel):
         return noise | {"reward": single * share}
 
     def questions(self, batch: Batch, answers: list[Answer]) -> list[Question]:
-        """The questions about all answers, those about one side by side. Two rivals share their prompts."""
+        """The questions about all answers, those about one side by side."""
         siblings = {}  # the answers to a prompt
         for index, text in answers:
             siblings.setdefault(index, []).append(text)
-
-        @functools.cache
-        def comparison(index: int, a: str, b: str) -> Prompt:
-            return self.question(batch.prompts[index], [a, b])
-
         questions = []
         for k, (index, text) in enumerate(answers):
-            row = batch.prompts[index]
-            if self.kind != "answers":
-                questions += self.questions_about(k, row, text)
-                continue
-            others = [row.reference or ""]
-            if self.opponents:
-                others = rivals(siblings[index], text, self.opponents)
-            response = self.without_markup(text)
-            for other in map(self.without_markup, others):
-                asked = comparison(index, response, other), comparison(index, other, response)
-                for prompt, worth in zip(asked, (self.worth, 1 - self.worth)):
-                    questions.append(Question(k, prompt, 1.0, worth))
+            row, response = batch.prompts[index], self.without_markup(text)
+            if self.kind == "answers":
+                others = [row.reference or ""]
+                if self.opponents:
+                    others = rivals(siblings[index], text, self.opponents)
+                for other in map(self.without_markup, others):
+                    left, right = (
+                        Subject(index, (response, other)),
+                        Subject(index, (other, response)),
+                    )
+                    questions.append(Question(k, left, 1.0, self.worth))
+                    questions.append(Question(k, right, 1.0, 1 - self.worth))
+            elif self.kind == "rubric":
+                for criterion, weight in read_rubric(row.row):
+                    subject = Subject(index, (response,), self.without_markup(criterion))
+                    questions.append(Question(k, subject, weight, self.worth))
+            else:
+                questions.append(Question(k, Subject(index, (response,)), 1.0, self.worth))
         return questions
 
-    def questions_about(self, number: int, row: Prompt, text: str) -> list[Question]:
-        """The questions about the answer ``text`` to a row alone: one, or one for each criterion."""
-        response = self.without_markup(text)
-        if self.kind != "rubric":
-            return [Question(number, self.question(row, [response]), 1.0, self.worth)]
-        questions = []
-        for criterion, weight in read_rubric(row.row):
-            prompt = self.question(row, [response], criterion=self.without_markup(criterion))
-            questions.append(Question(number, prompt, weight, self.worth))
-        return questions
+    def judge_once(self, batch: Batch, questions: list[Question]) -> tuple[Tensor, list[str]]:
+        """`judge` of all questions, equal ones asked once."""
+        distinct = dict.fromkeys(question.subject for question in questions)
+        number_of = {subject: number for number, subject in enumerate(distinct)}
+        with distributed.raise_on_all_ranks(f"--reward {self.spec}: "):
+            prompts = [self.question(batch.prompts[one.index], one) for one in distinct]
+        chances, notes = self.judge(batch, [one.index for one in distinct], prompts)
+        numbers = [number_of[question.subject] for question in questions]
+        return chances[numbers], [notes[number] for number in numbers]
 
-    def judge_once(
-        self, batch: Batch, answers: list[Answer], questions: list[Question]
-    ) -> tuple[Tensor, list[str]]:
-        """`judge` of all questions, equal ones asked once: two rivals share theirs."""
-        first = {}  # question by its prompt
-        for question in questions:
-            first.setdefault(id(question.prompt), question)
-        about = [answers[question.answer][0] for question in first.values()]
-        chances, notes = self.judge(batch, about, [question.prompt for question in first.values()])
-        place = {key: number for number, key in enumerate(first)}
-        places = [place[id(question.prompt)] for question in questions]
-        return chances[places], [notes[number] for number in places]
-
-    def question(self, row: Prompt, responses: list[str], **columns: str) -> Prompt:
+    def question(self, row: Prompt, subject: Subject) -> Prompt:
         """A question about responses to a row."""
         grids = tuple(self.measure(item, len(row.images))[0] for item in row.images)
         prompt = user_text(row.messages, len(row.images), self.without_markup)
         return make_prompt(
             self.processor,
-            self.settings.question(self.kind, responses, prompt=prompt, **columns),
+            self.settings.question(self.kind, prompt, subject.responses, subject.criterion),
             row.images,
             system_prompt=self.settings.instruction(prompt),
             grids=grids,

@@ -262,13 +262,12 @@ def test_how_many_questions_eight_samples_take(opponents, count):
         opponents=opponents,
         worth=torch.zeros(3),
         without_markup=str,
-        question=lambda row, texts: texts,
     )
     batch = SimpleNamespace(prompts=[SimpleNamespace(reference=None)])
     answers = [(0, text) for text in "abcdefgh"]
     questions = reward_models.JudgeModel.questions(scorer, batch, answers)
     assert len(questions) == 8 * opponents * 2
-    assert len({id(question.prompt) for question in questions}) == count
+    assert len({question.subject for question in questions}) == count
 
 
 @pytest.mark.slow
