@@ -43,6 +43,7 @@ from common.distributed import (
 )
 from common.flags import MODEL_IDENTITY, fields_of
 from common.ground.files import (
+    UserError,
     check_form,
     follow_pointer,
     read_json,
@@ -51,7 +52,7 @@ from common.ground.files import (
     write_durably,
     write_link,
 )
-from common.ground.process import GIVEN_UP, UserError
+from common.ground.process import GIVEN_UP
 from common.identity import VERSIONS, fingerprint_by_bytes
 from common.logging import Metrics, due, how_to_go_on
 from common.model import weights
@@ -99,7 +100,7 @@ def load_training_state(path: Path, roles: Roles) -> None:
     them in other shapes, or has weights of a model that does not train them here."""
     state, reader = training_state(roles), HuggingFaceStorageReader(str(path))
     with raise_on_all_ranks(f"{path}: "):
-        saved = saved_names(path)
+        saved = set(reader.read_metadata().state_dict_metadata)
     wanted = {name: state[name] for name in state if name in saved or not name.endswith(".ema")}
     of_roles = tuple(f"{role}.model." for role in roles)
     lost = [name for name in saved - state.keys() if name.startswith(of_roles)]
@@ -118,16 +119,6 @@ def load_training_state(path: Path, roles: Roles) -> None:
     for name in state.keys() - wanted:
         weight = name.replace(".optimizer.state.", ".model.", 1).removesuffix(".ema")
         weights.shard_of(state[name]).copy_(weights.shard_of(state[weight]))
-
-
-def saved_names(path: Path) -> set[str]:
-    """The names of a checkpoint's tensors. Raises UserError: a file is no safetensors file, though it is
-    what was written."""
-    names: set[str] = set()
-    for file in sorted(path.glob("*.safetensors")):
-        with weights.open_weights(file) as tensors:
-            names |= {*tensors.keys()}
-    return names
 
 
 def read_state(path: Path, form: dict) -> dict:
@@ -672,27 +663,30 @@ class Checkpoints:
         if self.args.eval_only or not (is_due or step == self.best):
             return
         for name, trained in exports.items():
-            folder = self.args.out / name / f"step-{step}"
-            problem = weights.export(trained.module, save, folder)
-            if trained.ema_beta and not problem:
-                self.name_best(folder, last)
-                folder = self.args.out / f"{name}_ema" / f"step-{step}"
+            self.export(self.args.out / name, trained.module, step, last, save)
+            if trained.ema_beta:
                 with trained.averaged():
-                    problem = weights.export(trained.module, save, folder)
-            if not problem:
+                    self.export(self.args.out / f"{name}_ema", trained.module, step, last, save)
+
+    def export(
+        self, folder: Path, module: Wrapper, step: int, last: int, save: Callable[[Path], None]
+    ) -> None:
+        """Write the weights to a new export in ``folder``: see `export_if_due`."""
+        folder = folder / f"step-{step}"
+        problem = weights.export(module, save, folder)
+        if not problem:
+            if step == self.best:
                 self.name_best(folder, last)
-                continue
-            message = f"the weights were not exported to {folder}: {problem}"
-            if step == last:
-                how = how_to_go_on(self.args)
-                raise UserError(f"{message}. Once that is fixed, {how} and exports them")
-            say_once(f"warning: {message}")
+            return
+        message = f"the weights were not exported to {folder}: {problem}"
+        if step == last:
+            how = how_to_go_on(self.args)
+            raise UserError(f"{message}. Once that is fixed, {how} and exports them")
+        say_once(f"warning: {message}")
 
     def name_best(self, folder: Path, last: int) -> None:
-        """Have `best` name this export if its step is the best so far, and delete the one that it has
-        named unless --export_every asks for it."""
-        if folder.name != f"step-{self.best}":
-            return
+        """Have `best` name this export, and delete the one that it has named unless --export_every asks for
+        it."""
         with raise_on_all_ranks(f"{folder.parent}/best: "):
             if is_main():
                 before = follow_pointer(folder.parent / "best")

@@ -105,7 +105,7 @@ def leave_if_stopped(out: Path) -> None:
             raise Exit(EXIT_PREEMPTED)
 
 
-def lock_folder(out: Path, advice: str = "") -> TextIO | None:
+def lock_folder(out: Path, advice: str) -> TextIO | None:
     """Make this the only live run of a folder, which all ranks must see: rank 0 returns its lock. All
     must call. Raises UserError, with ``advice``: a live run has it."""
     mine = {
@@ -134,7 +134,7 @@ def lock_folder(out: Path, advice: str = "") -> TextIO | None:
     return file
 
 
-def take_lock(path: Path, mine: dict, advice: str = "") -> TextIO:
+def take_lock(path: Path, mine: dict, advice: str) -> TextIO:
     """Hold the lock of a folder until the file is closed, or this process ends. Raises UserError: a
     live run has it; OSError.
 
