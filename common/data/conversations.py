@@ -13,17 +13,15 @@ Shapes: n label tokens of an answer, R tokens of a stream.
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import torch
 
 from common.buffers import EMPTY
-from common.data.coordinates import Regions, write_all_marks
+from common.data.coordinates import Regions, write_marks
 from common.data.processor import AnswerFrame, Processor, called_function
 from common.data.responses import (
     PROMPT_COLUMNS,
-    check_size,
-    encode_framed,
+    bounded_target,
     framed_answer,
     prompt_column,
 )
@@ -36,6 +34,7 @@ from common.data.rows import (
     media_parts,
     place_media,
     read_messages,
+    with_regions,
 )
 from common.flags import DataArgs
 from common.ground.files import UserError
@@ -72,27 +71,23 @@ def read_answers(
     learned = answers_to_learn(messages)
     media = place_media(messages, media_list(row))
 
-    def prompt_before(k: int, columns: dict) -> Prompt:
+    def prompt_before(k: int) -> Prompt:
         chat = messages[:k]
         files = media[: len(media_parts(chat))]
-        origin: dict[str, Any] = fields | {"row": columns}
-        return make_prompt(processor, chat, files, args, instruct(chat), **origin)
+        return make_prompt(processor, chat, files, args, instruct(chat), **fields)
 
     regions = None
     if row.get("regions") is not None:  # of an image that may be a later turn's
-        regions = prompt_before(learned[-1], row).regions
+        regions = with_regions(prompt_before(learned[-1])).regions
     write_regions(messages, regions)
     examples = []
     for k in learned if frame else learned[-1:]:
-        prompt = prompt_before(k, {**row, "regions": None})
-        prompt = replace(prompt, row=row, regions=regions)
+        prompt = replace(prompt_before(k), regions=regions)
         text, target = learned_text(messages[k]), EMPTY
         if frame:
-            processor.check_length("example", text, args.max_prompt_tokens)
             framed = framed_turn(processor, frame, prompt, messages[k])
             text = framed.strip() if has_more(messages[k]) else text
-            target = encode_framed(processor, frame, framed)
-            check_size(prompt, target, args.max_prompt_tokens)
+            target = bounded_target(processor, frame, framed, prompt, args.max_prompt_tokens)
         examples.append(Example(prompt, target, text))
     return examples
 
@@ -123,10 +118,10 @@ def pop_wish(message: dict) -> bool | None:
 
 
 def write_regions(messages: list[dict], regions: Regions | None) -> None:
-    """Replace <box> and <point> in answers by the row's regions. Raises UserError: see `write_all_marks`."""
+    """Replace <box> and <point> in answers by the row's regions. Raises UserError: see `write_marks`."""
     answers = [message for message in messages if message["role"] == "assistant"]
     parts = [part for answer in answers for part in answer["content"] if part["type"] == "text"]
-    texts = write_all_marks([part["text"] for part in parts], regions)
+    texts = write_marks([part["text"] for part in parts], regions)
     for part, text in zip(parts, texts):
         part["text"] = text
 

@@ -2,7 +2,7 @@
 
     Place          an image's sizes and the space of a model's answers; to and from pixels of its file
     read_regions   the column `regions` of a row, in pixels of the file
-    write_marks    replaces <box> and <point> in a response to imitate, in the model's coordinates
+    write_marks    replaces <box> and <point> in responses to imitate, in the model's coordinates
 
 Families were trained to answer in different spaces: pixels of the image as they saw it, thousandths,
 fractions (`Family.spaces`). The space is never guessed from the size of the numbers. Pixels of the file
@@ -135,14 +135,9 @@ def clip(region: Box | Point, size: tuple[int, int]) -> Box | Point:
 MARK = re.compile(r"<(box|point)>(?!\[)")
 
 
-def write_marks(response: str, regions: Regions | None) -> str:
-    """A response to imitate, with each <box> and <point> replaced by the row's next one, in the model's
-    coordinates. Raises UserError: the numbers of marks and regions differ."""
-    return write_all_marks([response], regions)[0]
-
-
-def write_all_marks(responses: list[str], regions: Regions | None) -> list[str]:
-    """The same of several responses to one row, which share its regions."""
+def write_marks(responses: list[str], regions: Regions | None) -> list[str]:
+    """The responses of a row to imitate, with each <box> and <point> replaced by the row's next one, in
+    the model's coordinates. Raises UserError: the numbers of marks and regions differ."""
     marks = [kind for response in responses for kind in MARK.findall(response)]
     if not marks:
         return responses

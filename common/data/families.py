@@ -225,9 +225,8 @@ class Qwen(Family):
         super().__init__(config)
         tower = config.vision_config  # its weights have the shape of the patches
         self.patch_size, self.merge_size = tower.patch_size, tower.spatial_merge_size
-        self.side = (
-            self.patch_size * self.merge_size
-        )  # pixels along a side of the square for one token
+        # pixels along a side of the square for one token
+        self.side = self.patch_size * self.merge_size
         self.depth = tower.temporal_patch_size
         self.is_third = config.model_type.startswith("qwen3")
         self.video_token_id = config.video_token_id
@@ -437,9 +436,7 @@ class Exaone(Qwen):
 
 
 class Measured(Family):
-    """Families whose image processor returns what determines an image's tokens."""
-
-    sizes: tuple = ()  # names of the outputs whose numbers are the grid
+    """Families in which only the image processor knows what determines an image's tokens."""
 
     def __init__(self, config):
         super().__init__(config)
@@ -452,15 +449,6 @@ class Measured(Family):
             self.grids[size] = self.patches(Image.new("RGB", size))[1]
         return self.grids[size]
 
-    def patches(self, image: Image.Image) -> Patches:
-        batch = self.prepared(image)
-        numbers = [int(x) for name in self.sizes for x in np.ravel(batch[name])]
-        return self.flat(batch["pixel_values"]), tuple(numbers)
-
-    def flat(self, pixels: Tensor) -> Tensor:
-        """The pixels of an image in a form that can be concatenated with others."""
-        return pixels
-
 
 class Mistral3(Measured):
     """Mistral Small 3 and Ministral 3, whose tower is Pixtral: images of any size, in rows of tokens
@@ -469,7 +457,6 @@ class Mistral3(Measured):
 
     model_types = ("mistral3",)
     image_processors = ("Pixtral",)
-    sizes = ("image_sizes",)
     in_whole_tokens = True  # whether images are resized to multiples of a token's side
     unnamed_tokens = r"\[IMG(_BREAK|_END)?\]"
 
@@ -491,8 +478,10 @@ class Mistral3(Measured):
         text = "[IMG_BREAK]".join([self.placeholder] * rows)
         return f"{text}[IMG_END]", [columns] * rows
 
-    def flat(self, pixels: Tensor) -> Tensor:
-        return pixels.flatten()  # (3 * h * w,)
+    def patches(self, image: Image.Image) -> Patches:
+        """(3 * h * w,) pixels, which can be concatenated with those of images of other sizes."""
+        batch = self.prepared(image)
+        return batch["pixel_values"].flatten(), tuple(batch["image_sizes"][0].tolist())
 
     def vision_inputs(self, patches: Tensor, grids: Tensor) -> Inputs:
         """Images of several sizes, padded into one tensor; the tower does not see the padding."""

@@ -25,7 +25,7 @@ from common.data.images import read_frames
 from common.data.processor import Processor
 from common.data.rows import LEAVE_OUT, Prompt, report_bad
 from common.flags import DataArgs, parse_datasets
-from common.ground.process import UserError
+from common.ground.files import UserError
 
 DECODERS = 2  # threads that decode images while the model works
 Drawn = tuple[list, list[int]]  # the rows of a batch, and their draw numbers

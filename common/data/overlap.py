@@ -8,9 +8,8 @@ from common import distributed
 from common.data.rows import Prompt
 from common.ground.files import sha256
 
-Asked = Sequence[
-    tuple[Prompt, str | None]
-]  # rows, each with the answer that is right or to be imitated
+# rows, each with the answer that is right or to be imitated
+Asked = Sequence[tuple[Prompt, str | None]]
 
 
 def tell_shared_rows(train: Asked, held_out: Asked) -> None:

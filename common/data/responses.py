@@ -44,22 +44,17 @@ def encode_framed(processor: Processor, frame: AnswerFrame, framed: str) -> Tens
 
 
 def bounded_target(
-    processor: Processor, frame: AnswerFrame, text: str, prompt: Prompt, limit: int
+    processor: Processor, frame: AnswerFrame, framed: str, prompt: Prompt, limit: int
 ) -> Tensor:
-    """`encode_target` of a text of at most ``limit`` tokens together with its prompt. Raises UserError."""
-    processor.check_length("example", text, limit)
-    target = encode_target(processor, frame, text)
-    check_size(prompt, target, limit)
-    return target
-
-
-def check_size(prompt: Prompt, target: Tensor, limit: int) -> None:
-    """Raises UserError: prompt and target have more than ``limit`` tokens together."""
+    """`encode_framed` of at most ``limit`` tokens together with the prompt. Raises UserError."""
+    processor.check_length("example", framed, limit)
+    target = encode_framed(processor, frame, framed)
     size = len(prompt.input_ids) + len(target)
     if size > limit:
         raise UserError(
             f"example too long: {size} tokens, {len(target)} of them target; the limit is {limit}"
         )
+    return target
 
 
 def framed_answer(processor: Processor, frame: AnswerFrame, text: str) -> str:

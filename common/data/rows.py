@@ -27,8 +27,14 @@ from common.data.coordinates import Place, Regions, read_regions
 from common.data.images import clip_times, image_size
 from common.data.processor import Processor, called_function
 from common.flags import DataArgs, flag
-from common.ground.files import check_form, number_as_text, parse_json, printable, read_bytes
-from common.ground.process import UserError
+from common.ground.files import (
+    UserError,
+    check_form,
+    number_as_text,
+    parse_json,
+    printable,
+    read_bytes,
+)
 
 MEDIA_MARKS = ("<image>", "<video>")  # in the strings of rows
 ROLES = ("system", "user", "assistant", "tool")
@@ -211,7 +217,7 @@ def load_prompts(
                     f"no column {theirs!r} (see --columns; launch/data/convert.py reads rows of other "
                     f"systems); {columns_of(row)}"
                 )
-        return make_prompt(
+        prompt = make_prompt(
             processor,
             row[columns["prompt"]],
             media_list(row, columns["images"]),
@@ -221,13 +227,13 @@ def load_prompts(
             label=text_column(row, columns["label"]),
             **fields,
         )
+        return with_regions(prompt)
 
-    known = {*columns.values(), "videos", "rubric", "regions"}
-
-    def check(rows: list[dict]) -> None:
-        check_columns(path, rows, columns)
-
-    prompts = read_rows(path, build, args, known, all_read=bool(env), check=check)
+    parsed = parse_rows(path)
+    check_columns(path, objects_of(parsed), columns)
+    prompts = read_rows(path, parsed, build, args)
+    if not env:
+        tell_unread(path, parsed, {*columns.values(), "videos", "rubric", "regions"})
     tell_numbered_images(path, prompts)
     worked = any(re.search(WORKED_SOLUTION, prompt.reference or "") for prompt in prompts)
     if worked:
@@ -261,6 +267,8 @@ def name_tasks(sets: list[list[Prompt]], paths: Sequence[str]) -> list[list[Prom
 def check_columns(path: str, rows: list[dict], columns: dict[str, str]) -> None:
     """Raises UserError, once for all rows: none of them has a prompt, and how --columns names what they
     have in its place. Rows with a prompt and no answer are told of."""
+    if not rows:
+        return
     lacking = {
         name
         for name in NAMES_ELSEWHERE
@@ -303,34 +311,26 @@ class BadRow(str):
     """What is wrong with a row, with file and line."""
 
 
+Parsed = tuple[int, dict | BadRow]  # the number of a line, and its object or what is wrong with it
+
+
 def read_rows(
     path: str,
+    parsed: list[Parsed],
     build: Callable[[dict, dict], Row],
     args: DataArgs,
-    known: Collection[str],
-    all_read: bool = False,
-    check: Callable[[list[dict]], None] | None = None,
 ) -> list[Row]:
-    """``build(row, fields)`` of every row of a JSONL file, in file order; blank lines are no rows.
+    """``build(row, fields)`` of every row that was ``parsed`` from a file, in file order.
     ``fields`` are those of `Prompt` about the origin of a row: index, source, row and folder.
     A row for which ``build`` raises stops the run or is skipped, by --on_bad_row.
-
-    Columns that are not ``known`` are allowed, but rank 0 prints their names, as one may be
-    misspelled or contain what other systems read; not so if all are read elsewhere (``all_read``).
-    ``check`` sees all of them first, and raises a UserError about what they have in common.
     """
     folder, name = os.path.split(os.path.abspath(path))
-    unread = set()
 
     def read_row(index: int, number: int, row: dict | BadRow) -> Row | BadRow:
         source = f"{name}:{number}"
         if isinstance(row, BadRow):
             return row
         try:
-            for column in row.keys() - known:
-                plural = f"{column}s"  # see `media_list`
-                if plural not in known or row.get(plural):
-                    unread.add(describe_column(column, row[column]))
             fields = {"index": index, "source": source, "row": row, "folder": folder}
             return build(row, fields)
         except UserError as error:
@@ -339,20 +339,27 @@ def read_rows(
             error.add_note(f"in {source}")
             raise
 
-    parsed = parse_rows(path)
-    objects = [row for _, row in parsed if isinstance(row, dict)]
-    if check and objects:
-        check(objects)
     Image.init()  # or the threads would race to load the plugins
     with ThreadPoolExecutor(8) as pool:  # headers wait for the file system, not for the processor
         rows = list(pool.map(read_row, range(len(parsed)), *zip(*parsed)))
     bad = [row for row in rows if isinstance(row, BadRow)]
     is_error = args.on_bad_row == "error" or len(bad) == len(rows)
     report_bad(path, bad, len(rows), is_error, LEAVE_OUT)
-    if unread and not all_read:
+    return [row for row in rows if not isinstance(row, BadRow)]
+
+
+def tell_unread(path: str, parsed: list[Parsed], known: Collection[str]) -> None:
+    """Print which columns of rows are none of the ``known`` ones: one may be misspelled, or contain what
+    other systems read."""
+    unread = set()
+    for row in objects_of(parsed):
+        for column in row.keys() - known:
+            plural = f"{column}s"  # see `media_list`
+            if plural not in known or row.get(plural):
+                unread.add(describe_column(column, row[column]))
+    if unread:
         names = ", ".join(sorted(unread))
         distributed.say_once(f"{path}: columns that are kept, but not read: {names:.400}")
-    return [row for row in rows if not isinstance(row, BadRow)]
 
 
 def count_rows(path: str) -> int:
@@ -360,8 +367,9 @@ def count_rows(path: str) -> int:
     return sum(bool(line.strip()) for line in read_jsonl(path).split(b"\n"))
 
 
-def parse_rows(path: str) -> list[tuple[int, dict | BadRow]]:
-    """The number and object of every line but blank ones, or what is wrong with it."""
+def parse_rows(path: str) -> list[Parsed]:
+    """Every line of a JSONL file but blank ones. Raises UserError: there is none, or it is another kind of
+    file."""
     parsed, name = [], os.path.basename(path)
     # Bytes: JSON strings may contain other line separators, but only \n ends a row.
     for number, line in enumerate(read_jsonl(path).split(b"\n"), 1):
@@ -377,6 +385,10 @@ def parse_rows(path: str) -> list[tuple[int, dict | BadRow]]:
     if not parsed:
         raise UserError(f"{path}: empty file, no rows")
     return parsed
+
+
+def objects_of(parsed: list[Parsed]) -> list[dict]:
+    return [row for _, row in parsed if isinstance(row, dict)]
 
 
 def read_jsonl(path: str) -> bytes:
@@ -395,9 +407,8 @@ def read_jsonl(path: str) -> bytes:
     start = content.removeprefix(b"\xef\xbb\xbf")
     for beginning, what in OTHER_FILES.items():
         if re.match(beginning, start):
-            advice = (
-                "" if ":" in what else f": python launch/data/convert.py {path} --out NEW_FOLDER"
-            )
+            convert = f": python launch/data/convert.py {path} --out NEW_FOLDER"
+            advice = "" if ":" in what else convert
             raise UserError(f"{path} is {what}; rows are JSONL, one JSON object per line{advice}")
     return content
 
@@ -671,11 +682,10 @@ def make_prompt(
     root = args.image_root if args else ""
     paths = tuple(locate(item, fields.get("folder", ""), root) for item in items)
     check_media(processor, paths)
-    places, regions = (), None
+    places = ()
     if grids is None:
         measured = [measure(processor, path, len(paths)) for path in paths]
         grids, places = (tuple(column) for column in zip(*measured)) if measured else ((), ())
-        regions = read_regions(fields.get("row", {}).get("regions"), places)
     limit = args.max_prompt_tokens if args else math.inf
     text, input_ids, image_tokens = processor.encode(messages, grids, limit)
     if len(input_ids) > limit:
@@ -683,8 +693,12 @@ def make_prompt(
             f"prompt too long: {len(input_ids)} tokens, {image_tokens} of them of images; "
             f"the limit is {limit}"
         )
-    fields |= {"places": places, "regions": regions}
-    return Prompt(messages, text, paths, grids, input_ids, image_tokens, **fields)
+    return Prompt(messages, text, paths, grids, input_ids, image_tokens, places=places, **fields)
+
+
+def with_regions(prompt: Prompt) -> Prompt:
+    """A prompt with the regions of its row. Raises UserError: see `read_regions`."""
+    return replace(prompt, regions=read_regions(prompt.row.get("regions"), prompt.places))
 
 
 def check_text(text: str, media: Sequence[Media]) -> None:

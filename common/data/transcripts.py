@@ -28,10 +28,8 @@ def token_texts(ids: list[int], processor: Processor) -> list[str]:
 
     whole, texts = decode(ids), []
     covered = 0  # characters of the whole that are in `texts`
-    before, first = (
-        0,
-        0,
-    )  # tokens from `before` on are decoded again: a first token may lose its space
+    # tokens from `before` on are decoded again: a first token may lose its space
+    before, first = 0, 0
     for last in range(len(ids)):
         text = decode(ids[before : last + 1]).removeprefix(decode(ids[before:first]))
         if whole.startswith(text, covered):

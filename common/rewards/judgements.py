@@ -24,6 +24,7 @@ from common.data.responses import (
     PROMPT_COLUMNS,
     bounded_target,
     encode_target,
+    framed_answer,
     prompt_column,
     response_of,
 )
@@ -35,11 +36,14 @@ from common.data.rows import (
     make_prompt,
     media_list,
     message_turns,
+    parse_rows,
     read_messages,
     read_rows,
     tell_numbered_images,
+    tell_unread,
     text_column,
     user_text,
+    with_regions,
 )
 from common.flags import FLOAT_TEXT, DataArgs
 from common.ground.files import UserError, check_form
@@ -464,27 +468,39 @@ def load_judgements(
             )
         examples = []
         for k, one in enumerate(read_judgement(row, settings, orders)):
-            prompt = make_prompt(
-                processor,
-                one.question,
-                one.images,
-                args,
-                one.instruction,
-                reference=one.verdict,
-                label=one.kind,
-                order=one.order,
-                **fields | {"index": 2 * fields["index"] + k},
-            )
-            text = write_marks(one.text, prompt.regions)
+            index = 2 * fields["index"] + k
+            prompt = prompt_to_judge(one, processor, args, fields | {"index": index})
+            (text,) = write_marks([one.text], prompt.regions)
             target = EMPTY
             if frame is not None:
-                target = bounded_target(processor, frame, text, prompt, args.max_prompt_tokens)
+                framed = framed_answer(processor, frame, text)
+                target = bounded_target(processor, frame, framed, prompt, args.max_prompt_tokens)
             examples.append(Example(prompt, target, text))
         return examples
 
-    examples = list(itertools.chain(*read_rows(path, build, args, JUDGEMENT_COLUMNS)))
+    parsed = parse_rows(path)
+    examples = list(itertools.chain(*read_rows(path, parsed, build, args)))
+    tell_unread(path, parsed, JUDGEMENT_COLUMNS)
     tell_numbered_images(path, [example.prompt for example in examples])
     return examples
+
+
+def prompt_to_judge(
+    judgement: Judgement, processor: Processor, args: DataArgs, fields: dict
+) -> Prompt:
+    """The question of a judgement, with the further ``fields`` of its prompt. Raises UserError."""
+    prompt = make_prompt(
+        processor,
+        judgement.question,
+        judgement.images,
+        args,
+        judgement.instruction,
+        reference=judgement.verdict,
+        label=judgement.kind,
+        order=judgement.order,
+        **fields,
+    )
+    return with_regions(prompt)
 
 
 def is_conversation(row: dict) -> bool:

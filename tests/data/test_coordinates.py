@@ -121,6 +121,11 @@ def test_an_unknown_space_needs_a_flag(space):
         regions_of({"boxes": BOX}, space, seen=None)
 
 
+def marked(response, regions):
+    (written,) = write_marks([response], regions)
+    return written
+
+
 @pytest.mark.parametrize(
     "space, text",
     [
@@ -132,30 +137,28 @@ def test_an_unknown_space_needs_a_flag(space):
 )
 def test_marks_become_the_coordinates_of_the_model(space, text):
     regions = regions_of({"boxes": BOX, "points": POINT}, space)
-    assert write_marks("at <box>, <point>", regions) == text
+    assert marked("at <box>, <point>", regions) == text
 
 
 def test_marks_are_rounded_half_up_and_stay_in_the_image():
     at = regions_of({"boxes": [[90.9, 160.8, 135, 212.8]]}, file=(640, 480), seen=(644, 476))
-    assert write_marks("<box>", at) == "[91, 159, 136, 211]"
+    assert marked("<box>", at) == "[91, 159, 136, 211]"
     beyond = regions_of({"boxes": [[-0.9, -1, 1000.6, 601]]}, "1000")
-    assert write_marks("<box>", beyond) == "[0, 0, 1000, 1000]"
+    assert marked("<box>", beyond) == "[0, 0, 1000, 1000]"
 
 
 def test_marks_and_regions_are_as_many():
     regions = regions_of({"boxes": BOX + [[1, 2, 3, 4]]}, "1000")
-    assert write_marks("<box> and <box>", regions) == "[100, 167, 500, 667] and [1, 3, 3, 7]"
+    assert marked("<box> and <box>", regions) == "[100, 167, 500, 667] and [1, 3, 3, 7]"
     for text in ("no marks", "<box>[[1, 2, 3, 4]]</box>", '<point x="1">'):
-        assert write_marks(text, regions) == text
-    framed = write_marks(
-        "<ref>cups</ref><box>[<box>, <box>]</box>", regions
-    )  # as InternVL writes them
+        assert marked(text, regions) == text
+    framed = marked("<ref>cups</ref><box>[<box>, <box>]</box>", regions)  # as InternVL writes them
     assert framed == "<ref>cups</ref><box>[[100, 167, 500, 667], [1, 3, 3, 7]]</box>"
     for text, problem in {"<box>": "1 <box> in the response for 2", "<point>": "1 <point>"}.items():
         with user_error(problem):
-            write_marks(text, regions)
+            marked(text, regions)
     with user_error("<box> in the response, but no regions in the row"):
-        write_marks("<box>", None)
+        marked("<box>", None)
 
 
 @pytest.mark.parametrize(
