@@ -82,8 +82,7 @@ from common.data.processor import Processor
 from common.data.rows import Example, Prompt, media_parts
 from common.flags import flag
 from common.ground import process, toy
-from common.ground.files import parse_json, read_text
-from common.ground.process import UserError
+from common.ground.files import UserError, parse_json, read_text
 from common.memory import budget, memory
 from common.memory.recompute import explain_memory
 from common.model import build, fsdp, packs, vlm, weights

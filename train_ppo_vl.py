@@ -75,8 +75,7 @@ from common.data.rows import Prompt, RowArgs, count_rows, load_prompts, name_tas
 from common.envs import environments
 from common.flags import flag
 from common.ground import process, toy
-from common.ground.files import check_form
-from common.ground.process import UserError
+from common.ground.files import UserError, check_form
 from common.looks import further_losses, image_changes
 from common.looks.further_losses import PtxLoss
 from common.looks.teacher import Teacher, TeacherArgs, follow_average

@@ -26,12 +26,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from common.ground.files import say
+from common.ground.files import UserError, say
 from common.ground.process import (
     EXIT_USER_ERROR,
     STOP_SIGNALS,
     Exit,
-    UserError,
     end_with_others,
     watch_signals,
 )

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from common import ROOT
-from common.ground.files import follow_pointer, parse_json, read_json
-from common.ground.process import Exit, UserError
+from common.ground.files import UserError, follow_pointer, parse_json, read_json
+from common.ground.process import Exit
 from common.ground.toy import TOY_FOLDERS, toy_flags
 
 SomeArgs = TypeVar("SomeArgs", bound="RunArgs")  # a script's

@@ -34,6 +34,7 @@ from common import ROOT, VERSION, distributed
 from common.flags import RunArgs, as_json, as_typed, steps_between
 from common.ground.cards import contact_sheet
 from common.ground.files import (
+    UserError,
     as_message,
     printable,
     read_records,
@@ -41,7 +42,7 @@ from common.ground.files import (
     sha256,
     write_durably,
 )
-from common.ground.process import EXIT_PREEMPTED, Exit, UserError
+from common.ground.process import EXIT_PREEMPTED, Exit
 
 # -------------------------------------------------------------------------------------------------
 # Metrics of a step

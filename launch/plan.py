@@ -30,7 +30,8 @@ import train_grm_vl as grm
 import train_ppo_vl as ppo
 from common.data.rows import Example, Prompt
 from common.flags import DataArgs, Parser
-from common.ground.process import UserError, run_main
+from common.ground.files import UserError
+from common.ground.process import run_main
 from common.memory import budget, memory
 from common.rewards import sources
 from launch.tool import between

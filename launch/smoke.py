@@ -29,8 +29,7 @@ import torch
 import torch.utils.collect_env
 
 from common import ROOT, distributed
-from common.ground.files import read_records
-from common.ground.process import UserError
+from common.ground.files import UserError, read_records
 from common.logging import environment
 from common.model.attention import REPLACEMENTS, choose_backend
 from common.run_folder import step_folders

@@ -19,7 +19,7 @@ import ranks
 import train_grm_vl as grm
 import train_ppo_vl as ppo
 from common.data import images
-from common.ground.process import UserError
+from common.ground.files import UserError
 from common.looks import image_changes
 from conftest import (
     read_json,

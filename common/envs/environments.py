@@ -22,7 +22,7 @@ from common.data.processor import Processor
 from common.data.rows import Prompt
 from common.envs.replies import encode_reply, read_parts
 from common.flags import LONGEST_WAIT, flag
-from common.ground.process import UserError
+from common.ground.files import UserError
 from common.sampling import Environment
 from common.user_code import load_class
 

@@ -16,7 +16,7 @@ import torch
 from common import distributed
 from common.data.rows import Example, Prompt
 from common.flags import ModelArgs
-from common.ground.process import UserError
+from common.ground.files import UserError
 from common.memory import memory
 from common.memory.recompute import can_keep, recompute
 from common.model.attention import most_slots

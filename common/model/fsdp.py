@@ -24,7 +24,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from common.flags import OptimArgs
-from common.ground.process import UserError
+from common.ground.files import UserError
 from common.model import vlm
 from common.model.teams import cut
 from common.model.weights import shard_of

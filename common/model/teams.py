@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from common.distributed import Team
-from common.ground.process import UserError
+from common.ground.files import UserError
 from common.model.vlm import Model, decoder
 
 # What is cut: by module name, the dimension of each of its parameters. Everything else is complete on

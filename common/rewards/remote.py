@@ -12,8 +12,7 @@ from urllib.error import HTTPError
 from urllib.parse import urljoin
 
 from common.data.images import read_frames
-from common.ground.files import parse_json, say
-from common.ground.process import UserError
+from common.ground.files import UserError, parse_json, say
 from common.rewards.rules import Columns
 
 URL = re.compile(r"https?://([\w.-]+|\[[\da-f:.]+\])(:\d+)?(/[^\s#]*)?", re.ASCII | re.IGNORECASE)

@@ -25,7 +25,7 @@ from common.data.processor import Processor, answer_frame
 from common.data.responses import framed_answer
 from common.data.rows import MEDIA_MARKS, Prompt, check_media, make_prompt, measure, user_text
 from common.data.transcripts import as_text, finished_text, turn_texts
-from common.ground.process import UserError
+from common.ground.files import UserError
 from common.model.build import build_reader
 from common.model.fsdp import on_device
 from common.model.policy import Critic, Policy, logprobs_of, values_of

@@ -15,7 +15,7 @@ import torch
 import train_ppo_vl as ppo
 from common.data.coordinates import Place, Regions
 from common.data.rows import Prompt, name_tasks
-from common.ground.process import UserError
+from common.ground.files import UserError
 from common.reports.records import accuracy_columns, summarise_samples, task_metrics
 from common.rewards import sources
 from common.rewards.rules import (
