@@ -20,7 +20,7 @@ class Environment:
     timeout: float  # of a call, seconds
     workers: int  # calls at a time; 0: one, for which decoding waits
     max_prompt_tokens: int  # with a first observation
-    sees_cut_turns: bool = False  # whether `step` is called for a turn that a token limit has cut
+    sees_cut_turns: bool  # whether `step` is called for a turn that a token limit has cut
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -119,9 +119,7 @@ class EnvRollout:
         self.slots = self.sampling.slots or attention.most_slots(self.team.size)
         self.places = threading.Semaphore(self.slots)  # for processes
         self.episodes: dict[SampleKey, Episode] = {}
-        self.waiting: dict[SampleKey, Episode] = {}  # for environments that run on this rank
-        self.closing: list[Episode] = []
-        self.shared_pixels: dict[int, Tensor] = {}  # by prompt, its own first
+        self.waiting: list[Episode] = []  # for environments that run on this rank
 
     def submit(self, episode: Episode, function: Callable, *args: Any) -> futures.Future:
         """Wait for user code in a thread; with --env_workers 0 here, so that nothing depends on which of
@@ -164,17 +162,16 @@ class EnvRollout:
         """Reset the environments of this rank's samples. Returns the batch with the first
         observations in its prompts, the same on every rank. Raises UserError on every rank: samples of a
         prompt, whose environments have the same row and seed, begin with different observations."""
-        changed = {}
+        changed, patches = {}, dict(batch.patches)
         self.reset_all(batch, indices, count)
         with distributed.raise_on_all_ranks(f"--env {self.environment.spec}: "):
             for index in indices:
                 episodes = [self.episodes[index, number] for number in range(count)]
                 if any(episode.reply for episode in episodes):
-                    changed[index] = self.share_opening(batch, index, episodes)
+                    changed[index] = self.share_opening(episodes, patches)
         changed = ChainMap(*distributed.gather_objects(changed))
         prompts = [changed.get(index, prompt) for index, prompt in enumerate(batch.prompts)]
         self.copy_teammates()
-        patches = batch.patches | self.shared_pixels
         return replace(batch, prompts=prompts, patches=patches, features={}, positions={})
 
     def reset_all(self, batch: Batch, indices: list[int], count: int) -> None:
@@ -262,9 +259,9 @@ class EnvRollout:
         }
         self.episodes = dict(ChainMap(self.episodes, *self.team.gather_objects(copies)))
 
-    def share_opening(self, batch: Batch, index: int, episodes: list[Episode]) -> Prompt:
-        """The prompt with the first observation that all its samples share. Raises UserError: they have
-        different ones."""
+    def share_opening(self, episodes: list[Episode], patches: dict[int, Tensor]) -> Prompt:
+        """The prompt with the first observation that all its samples share, whose pixels follow its own in
+        ``patches``. Raises UserError: they have different ones."""
         opening, prompt = next((each.reply, each.prompt) for each in episodes if each.reply)
         for episode in episodes:
             seen = episode.reply and (episode.reply.content, episode.reply.images)
@@ -274,8 +271,9 @@ class EnvRollout:
                     'draw from row["seed"], which they have in common, or show what differs in a reply'
                 )
         if opening.grids:
-            parts = [batch.patches[index]] if index in batch.patches else []
-            self.shared_pixels[index] = torch.cat([*parts, opening.patches])
+            index, _ = episodes[0].key
+            parts = [patches[index]] if index in patches else []
+            patches[index] = torch.cat([*parts, opening.patches])
         for episode in episodes:  # also one whose reset failed, as it has the same prompt
             episode.reply = None
             episode.conversation.opening = opening.content
@@ -300,7 +298,7 @@ class EnvRollout:
         (text,) = self.processor.decode([response.tokens[episode.own_tokens :]])
         if episode.row is not None:
             self.submit(episode, self.step, text, by_string)
-            self.waiting[key] = episode
+            self.waiting.append(episode)
         return True
 
     def step(self, episode: Episode, text: str, by_string: bool) -> tuple[Step, Reply | None]:
@@ -321,16 +319,17 @@ class EnvRollout:
         """The episodes whose environments have answered since the last call: with a reply for the
         policy to read, or ended without one. With ``wait``, waits a moment if none has. All ranks of
         a team get the same episodes."""
-        calls = {episode.call: key for key, episode in self.waiting.items()}
         if wait:
+            calls = [episode.call for episode in self.waiting]
             futures.wait(calls, 0.1, futures.FIRST_COMPLETED)
-        results = []
-        for call, key in calls.items():
-            if call.done():
-                episode = self.waiting.pop(key)
+        results, waiting = [], []
+        for episode in self.waiting:
+            if episode.call.done():
                 self.take_reply(episode)
-                results.append((key, episode.reply, episode.response))
-        answered = []
+                results.append((episode.key, episode.reply, episode.response))
+            else:
+                waiting.append(episode)
+        self.waiting, answered = waiting, []
         for key, reply, response in itertools.chain(*self.team.gather_objects(results)):
             episode = self.episodes[key]
             episode.reply, episode.response = reply, response
@@ -388,7 +387,6 @@ class EnvRollout:
         episode.response = episode.response._replace(truncated=ended.endswith("_limit"))
         if episode.row is not None:
             self.submit(episode, self.close)
-            self.closing.append(episode)
 
     def close(self, episode: Episode) -> None:
         """In a thread: close an environment, and end its process."""
@@ -405,10 +403,11 @@ class EnvRollout:
 
     def finish(self) -> None:
         """Wait until all environments are closed."""
-        for episode in self.closing:
-            self.wait_for(episode)
-            if episode.conversation.error:
-                episode.conversation.ended = "error"
+        for episode in self.episodes.values():
+            if episode.row is not None:
+                self.wait_for(episode)
+                if episode.conversation.error:
+                    episode.conversation.ended = "error"
         self.workers.shutdown(wait=False)
 
     # Conversations
