@@ -154,8 +154,8 @@ def turn_grpo(x: AdvantageInputs) -> AdvantagesAndReturns:
     earned = replace(x, kl_coef=0.0).token_rewards.double()  # (N,)
     rewards = sum_per_sample(earned, each.lengths)  # (T,)
     number = torch.cat([torch.arange(count) for count in turns.tolist()])  # (T,) in its sample
-    compared = x.prompt_index.repeat_interleave(turns) * len(number) + number
-    to_go = rewards_to_go(standardize(rewards, compared), turns, 1.0)  # (T,)
+    group = x.prompt_index.repeat_interleave(turns) * len(number) + number  # (T,)
+    to_go = rewards_to_go(standardize(rewards, group), turns, 1.0)  # (T,)
     return _subtract_kl(x, each.per_token(to_go))
 
 
@@ -234,56 +234,60 @@ def _subtract_kl(x: AdvantageInputs, standard: Tensor) -> AdvantagesAndReturns:
     return advantages, advantages
 
 
-# In the functions below, samples with the same number in ``compared`` (S,) int64 are compared.
+# In the functions below, samples with the same number in ``group`` (S,) int64 are compared with each other.
 
 
-def among(values: Tensor, compared: Tensor, reduce: str) -> Tensor:
-    """(S,) float64, at each sample the ``reduce`` (sum, amax or amin) of the values (S,) of those that
-    it is compared with, its own among them."""
-    ids, group = compared.unique(return_inverse=True)
+def group_reduce(values: Tensor, group: Tensor, reduce: str) -> Tensor:
+    """(S,) float64, at each sample the ``reduce`` (sum, amax or amin) of the values (S,) of its group."""
+    ids, index = group.unique(return_inverse=True)
     reduced = torch.zeros(len(ids), dtype=torch.float64)  # (G,)
-    reduced.scatter_reduce_(0, group, values.double(), reduce, include_self=False)
-    return reduced[group]
+    reduced.scatter_reduce_(0, index, values.double(), reduce, include_self=False)
+    return reduced[index]
 
 
-def centre(rewards: Tensor, compared: Tensor, weight: Tensor | None = None) -> Tensor:
-    """(S,) float64 rewards minus the mean of those compared, weighted by ``weight`` (S,) if given;
-    exactly 0 where all compared rewards are equal, and where there is only one."""
+def centre(rewards: Tensor, group: Tensor, weight: Tensor | None = None) -> Tensor:
+    """(S,) float64 rewards minus the mean of the group, weighted by ``weight`` (S,) if given; exactly 0
+    where all rewards of the group are equal, and where there is only one."""
     x = rewards.double()
     if weight is None:
         weight = torch.ones_like(x)
-    total = among(weight, compared, "sum")
-    baseline = among(weight * x, compared, "sum") / total.clamp(min=1)
+    total = group_reduce(weight, group, "sum")
+    baseline = group_reduce(weight * x, group, "sum") / total.clamp(min=1)
     # Equal rewards must give exactly 0: the rounding error of their mean, divided by a standard
     # deviation just as small, would be of order 1.
-    return torch.where(has_spread(x, compared), x - baseline, 0.0)
+    return torch.where(has_spread(x, group), x - baseline, 0.0)
 
 
-def standardize(rewards: Tensor, compared: Tensor) -> Tensor:
-    """(S,) float64 rewards minus the mean of those compared, divided by their unbiased standard
-    deviation."""
-    centred = centre(rewards, compared)
-    count = among(torch.ones_like(centred), compared, "sum")
-    squares = among(centred.square(), compared, "sum")
+def standardize(rewards: Tensor, group: Tensor) -> Tensor:
+    """(S,) float64 rewards minus the mean of the group, divided by its unbiased standard deviation."""
+    centred = centre(rewards, group)
+    count = group_reduce(torch.ones_like(centred), group, "sum")
+    squares = group_reduce(centred.square(), group, "sum")
     # 0 for a single sample, as is its reward
     deviation = (squares / (count - 1).clamp(min=1)).sqrt()
     return centred / (deviation + 1e-6)
 
 
-def has_spread(rewards: Tensor, compared: Tensor) -> Tensor:
-    """(S,) bool: whether the compared rewards, a sample's own among them, differ by more than rounding."""
-    return among(rewards, compared, "amax") - among(rewards, compared, "amin") >= ROUNDING
+def has_spread(rewards: Tensor, group: Tensor) -> Tensor:
+    """(S,) bool: whether the rewards of a sample's group differ by more than rounding."""
+    return group_range(rewards, group) >= ROUNDING
 
 
-def level(rewards: Tensor, compared: Tensor, noise: Tensor) -> Tensor:
-    """(S,) float64 rewards, in which the compared ones are equal to their mean if they differ by less than
-    the noise (S,) of one of them. NaN is compared with nothing."""
+def group_range(values: Tensor, group: Tensor) -> Tensor:
+    """(S,) float64, at each sample the largest minus the smallest value (S,) of its group."""
+    return group_reduce(values, group, "amax") - group_reduce(values, group, "amin")
+
+
+def level(rewards: Tensor, group: Tensor, noise: Tensor) -> Tensor:
+    """(S,) float64 rewards, in which those of a group are equal to their mean if they differ by less than
+    the noise (S,) of one of them. NaN is in no group."""
     levelled = rewards.double().clone()
     (known,) = torch.where(~rewards.isnan())
-    x, compared, noise = levelled[known], compared[known], noise[known]
-    spread = among(x, compared, "amax") - among(x, compared, "amin")
-    mean = among(x, compared, "sum") / among(torch.ones_like(x), compared, "sum")
-    levelled[known] = torch.where(spread < among(noise, compared, "amax"), mean, x)
+    x, group, noise = levelled[known], group[known], noise[known]
+    count = group_reduce(torch.ones_like(x), group, "sum")
+    mean = group_reduce(x, group, "sum") / count
+    is_noise = group_range(x, group) < group_reduce(noise, group, "amax")
+    levelled[known] = torch.where(is_noise, mean, x)
     return levelled
 
 
@@ -572,7 +576,7 @@ def _clipped(x: PolicyLossInputs, ratio: Tensor, low: float, high: float) -> Pol
 
 def cpgd_loss(x: PolicyLossInputs, low: float, high: float) -> PolicyLossOutput:
     """The log-prob, clipped where PPO clips the ratio, on the side to which adv pushes it (Liu et al.
-    2025)."""
+    2025, arXiv 2505.12504), without the paper's drift, a KL to the old policy."""
     upper = x.old + math.log1p(high)
     lower = x.old + (math.log1p(-low) if low < 1 else -math.inf)
     risen = torch.minimum(x.logp, upper)
