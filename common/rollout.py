@@ -167,7 +167,7 @@ class RolloutEngine:
             self.setup.backend,
             self.setup.team.size,
         )
-        if sampling.keeps_experts and self.setup.hears_experts and not sampling.greedy:
+        if sampling.keeps_experts and self.setup.routers_hooked and not sampling.greedy:
             self.cache.experts = experts.buffer_of(self.model, slots, capacity, device)
         self.make_slots(slots)
         if envs and self.cache.linear:

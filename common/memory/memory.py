@@ -208,7 +208,7 @@ def slot_bytes(module: Wrapper, length: int, ranks: int) -> int:
 def experts_bytes(module: Wrapper) -> int:
     """Bytes per token of the ids of the experts that a rollout records, in its slots and then in host
     memory; 0 where it records none."""
-    if not module.model.setup.hears_experts:
+    if not module.model.setup.routers_hooked:
         return 0
     return experts.buffer_of(module.model, 1, 1, torch.device("meta")).nbytes
 

@@ -1,6 +1,6 @@
 """Mixtures choose the same experts in training as while sampling ("routing replay").
 
-    listen       the routers of a model do from now on what the attention of a pass says
+    hook_routers the routers of a model do from now on what the attention of a pass says
     Recorder     a rollout keeps the choices of its tokens, beside their keys and values
     Replay       updates choose these again; the weights of the experts come from the live scores, so that
                  the router still learns
@@ -37,11 +37,11 @@ def choosers(model: Model) -> list[tuple[nn.Module, Any]]:
     return pairs
 
 
-def listen(model: Model) -> None:
+def hook_routers(model: Model) -> None:
     """Let the routers of a model do what `Recorder` or `Replay` of a pass's attention says. Each layer passes
     it to what mixes its tokens, also when a backward pass computes the layer again; hooks of the layer
     itself would not run then."""
-    model.setup.hears_experts = True
+    model.setup.routers_hooked = True
     for number, (layer, chooser) in enumerate(choosers(model)):
         for name, part in layer.named_children():
             if name.endswith("attn"):

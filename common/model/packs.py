@@ -106,25 +106,30 @@ def of_batch(
     blocks = make_blocks(sized, most, indices, score_cost)
     assigned = assign_blocks(sized, blocks, dist.get_world_size(), most, hidden_size)
     needed = [{key for blocks in part for key in image_keys(blocks)} for part in assigned]
-    mine = progress(assigned[dist.get_rank()], "packs")
+    mine = assigned[dist.get_rank()]
 
-    def packs_of(model: Model, batch: Batch, mine: Iterable[list[Block]]) -> Iterator[Pack]:
-        dtype, spare = model.setup.dtype, set()
-        if model.setup.trains_vision:
-            # Pixels stay float32: some towers scale them before they cast them.
-            dtype, spare = torch.float32, spare_image(batch)
-        images = local_images(model, batch)
-        features = exchange_features(images, [keys | spare for keys in needed], dtype)
-        return (make_pack(model, batch, blocks, features, spare) for blocks in mine)
-
-    student = packs_of(model, batch, mine)
+    packs = packs_of_blocks(model, batch, progress(mine, "packs"), needed)
     if replay:
         ids = exchange_experts(model, batch, needed)
-        student = tell_experts(student, batch, assigned[dist.get_rank()], ids)
-    if teacher is None:
-        return student
-    pairs = zip(student, packs_of(*teacher, assigned[dist.get_rank()]))
-    return (replace(pack, teacher=other) for pack, other in pairs)
+        packs = replay_experts(packs, batch, mine, ids)
+    if teacher is not None:
+        pairs = zip(packs, packs_of_blocks(*teacher, mine, needed))
+        packs = (replace(pack, teacher=other) for pack, other in pairs)
+    return packs
+
+
+def packs_of_blocks(
+    model: Model, batch: Batch, mine: Iterable[list[Block]], needed: list[set[ImageKey]]
+) -> Iterator[Pack]:
+    """The packs of this rank's blocks, one after the other, for which every rank sends the images that
+    others ``needed``, at once."""
+    dtype, spare = model.setup.dtype, set()
+    if model.setup.trains_vision:
+        # Pixels stay float32: some towers scale them before they cast them.
+        dtype, spare = torch.float32, spare_image(batch)
+    images = local_images(model, batch)
+    features = exchange_features(images, [keys | spare for keys in needed], dtype)
+    return (make_pack(model, batch, blocks, features, spare) for blocks in mine)
 
 
 def with_longer_prompts(batch: Batch, other: Batch) -> Batch:
@@ -196,7 +201,7 @@ def image_grids(batch: Batch, keys: Iterable[ImageKey]) -> list[tuple]:
 def exchange_experts(model: Model, batch: Batch, needed: list[set[ImageKey]]) -> Features:
     """The ids of experts that prompts and samples chose, from the ranks that drew them to the ranks whose
     packs hold them: (n, layers, K) by the keys of their images. Empty if none are kept."""
-    if not (model.setup.hears_experts and batch.experts):  # the same on all ranks
+    if not (model.setup.routers_hooked and batch.experts):  # the same on all ranks
         return {}
     local: Features = {("prompt", index): ids for index, ids in batch.prompt_experts.items()}
     local |= {("reply", i): ids for i, ids in enumerate(batch.experts) if len(ids)}
@@ -206,24 +211,31 @@ def exchange_experts(model: Model, batch: Batch, needed: list[set[ImageKey]]) ->
     return {key: ids.view(torch.int16) for key, ids in exchanged.items()}
 
 
-def tell_experts(
+def replay_experts(
     packs: Iterator[Pack], batch: Batch, blocks: list[list[Block]], ids: Features
 ) -> Iterator[Pack]:
-    """The packs, whose tokens are to choose the experts ``ids``. A pack holds each prompt and then its
-    samples, as `build_pack` lays them out."""
+    """The packs of these blocks, whose tokens are to choose the experts ``ids`` again, if there are any."""
     for pack, part in zip(packs, blocks):
-        rows = []
-        for index, members in part:
-            rows.append(ids.get(("prompt", index), batch.prompt_lengths[index]))
-            rows += [ids.get(("reply", i), int(batch.pack_lengths[i])) for i in members]
-        known = next(iter(ids.values()), None)
-        if rows and known is not None:
-            unknown = known.new_full((1, *known.shape[1:]), NOT_RECORDED)
-            rows = [unknown.expand(x, -1, -1) if isinstance(x, int) else x for x in rows]
-            device = pack.input_ids.device
-            attention = cast(PackedAttention, pack.attention)
-            attention.experts = Replay(distributed.to_device(torch.cat(rows), device))
+        if ids and part:
+            recorded = distributed.to_device(
+                recorded_experts(batch, part, ids), pack.targets.device
+            )
+            cast(PackedAttention, pack.attention).experts = Replay(recorded)
         yield pack
+
+
+def recorded_experts(batch: Batch, blocks: list[Block], ids: Features) -> Tensor:
+    """(L, layers, K) the experts of a pack's tokens, each prompt and then its samples, as `build_pack`
+    lays them out."""
+    *_, known = ids.values()
+    unknown = known.new_full((1, *known.shape[1:]), NOT_RECORDED)
+    rows = []
+    for index, members in blocks:
+        sizes: dict[ImageKey, int] = {("prompt", index): batch.prompt_lengths[index]}
+        sizes |= {("reply", i): int(batch.pack_lengths[i]) for i in members}
+        for key, size in sizes.items():
+            rows.append(ids[key] if key in ids else unknown.expand(size, -1, -1))
+    return torch.cat(rows)
 
 
 def spare_image(batch: Batch) -> set[ImageKey]:

@@ -84,8 +84,8 @@ class Setup(Compute):
     # on rank 0: the types of its weights in the checkpoint's files
     types: dict[str, torch.dtype] = field(default_factory=dict)
     digest: str = ""  # on rank 0, of these files
-    # whether its routers listen to `experts.Recorder` and `experts.Replay`
-    hears_experts: bool = False
+    # whether its routers do what `experts.Recorder` and `experts.Replay` say
+    routers_hooked: bool = False
     updates: UpdateSetting | None = None  # what --gradient_checkpointing auto chose, on a GPU
     # what PEFT's adapter_config.json says of its adapters, if it has any
     adapter: dict[str, Any] | None = None

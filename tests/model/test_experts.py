@@ -224,14 +224,14 @@ def test_a_run_of_before_goes_on_without_it(mixture, capsys):
         ({"fingerprint": {}}, False),
     ):
         life = SimpleNamespace(saved=saved, fingerprint={"replay_experts": True})
-        assert ppo.begun_before_replay(env.args, life).replay_experts == replays
+        assert ppo.as_begun(env.args, life).replay_experts == replays
         assert life.fingerprint == {"replay_experts": replays}
-    heard = []
+    hooked = []
     for changes, device in (({}, "cpu"), ({}, "cuda"), ({"replay_experts": False}, "cpu")):
         actor = SimpleNamespace(model=build.Builder(env.args, torch.device("meta"), 100).actor())
-        ppo.listen_to_experts(with_flags(env.args, **changes), actor, torch.device(device))
-        heard.append(actor.model.setup.hears_experts)
-    assert heard == [True, False, False]
+        ppo.enable_replay(with_flags(env.args, **changes), actor, torch.device(device))
+        hooked.append(actor.model.setup.routers_hooked)
+    assert hooked == [True, False, False]
     assert "--cuda_graphs off replays them" in capsys.readouterr().out
 
 

@@ -78,7 +78,7 @@ def launches(
     )
     model.setup.team = team
     if records_experts:
-        experts.listen(model)
+        experts.hook_routers(model)
     decoder = vlm.decoder(model.eval())
     decoder.layers = nn.ModuleList([*decoder.layers] * count_layers)[:count_layers]
     decoder.config.num_hidden_layers = model.config.get_text_config().num_hidden_layers = (
