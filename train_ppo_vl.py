@@ -78,23 +78,19 @@ from common.ground import process, toy
 from common.ground.files import UserError, check_form
 from common.looks import further_losses, image_changes
 from common.looks.further_losses import PtxLoss
-from common.looks.teacher import Teacher, TeacherArgs, follow_average
+from common.looks.teacher import Teacher, TeacherArgs, update_ema_teacher
 from common.memory import budget, memory
 from common.memory.recompute import explain_memory
 from common.model import adapters, build, experts, fsdp, packs, vlm, weights
-from common.model.policy import Critic, Policy, logprobs_of, values_of
-from common.reports.records import (
-    accuracy_columns,
-    add_tokens,
-    component_metric,
-    conversation_metrics,
-    first_samples,
-    sample_cards,
-    sample_records,
-    show_images,
-    summarise_samples,
-    task_metrics,
+from common.model.policy import (
+    Critic,
+    Policy,
+    ReferenceOutputs,
+    logprobs_and_entropy_of,
+    logprobs_of,
+    values_of,
 )
+from common.reports import records
 from common.rewards import judgements, reward_models, sources
 from common.rollout import prompts_together, rollout
 from common.sampling import Environment, Sampling
@@ -119,9 +115,9 @@ def main(argv: list[str] | None = None) -> logging.Metrics:
     args = run_folder.choose_folder(args, fingerprint)
     state = TrainState(args.kl_coef, history=torch.zeros(2, len(rows.train)))
     checkpoints = checkpoint.Checkpoints(args, state, fingerprint)
-    models = build_models(begun_before_replay(args, checkpoints), rows.processor, ranks.device)
+    models = build_models(as_begun(args, checkpoints), rows.processor, ranks.device)
     modules = models.by_role() | reward_modules(args, reward, rows, models.actor)  # on meta
-    keep_thoughts(reward, checkpoints)
+    note_thoughts(reward, checkpoints)
     check_teacher_rows(args, rows, models.teacher)
     budget.fit(plan_memory(args, modules, rows, ranks.world), ranks)
     load_models(args, modules, ranks)
@@ -142,11 +138,11 @@ def main(argv: list[str] | None = None) -> logging.Metrics:
             checkpoints.save_if_due(step, last)
             if checkpoints.saved_to_stop(step, last):
                 break
-            follow_average(models.teacher, trainables["actor"])
+            update_ema_teacher(models.teacher, trainables["actor"])
             if evaluates_now(state, rows, args) and not log.has_evaluation(step):
-                metrics, records = evaluate(trainables, reward, rows, sampling, state, args)
+                metrics, answers = evaluate(trainables, reward, rows, sampling, state, args)
                 metrics |= evaluate_teacher(models.teacher, reward, rows, sampling, state, args)
-                report_evaluation(log, metrics, records, state)
+                report_evaluation(log, metrics, answers, state)
             checkpoints.save_if_best(step, log.best_evaluation(args.keep_best))
             checkpoints.export_if_due(step, last, exports, rows.save_files)
             # a signal may have come meanwhile
@@ -896,7 +892,7 @@ def build_models(args: Args, processor: Processor, device: torch.device) -> Mode
                 f"--aux_loss_coef {args.aux_loss_coef}: {builder.folder} has no experts "
                 "to balance, or balances them by a bias"
             )
-        listen_to_experts(args, actor, device)
+        enable_replay(args, actor, device)
         critic = None
         if ESTIMATORS[args.advantage].has_critic:
             critic = Critic(builder.role(args.critic_model, head=False))
@@ -907,7 +903,7 @@ def build_models(args: Args, processor: Processor, device: torch.device) -> Mode
         return Models(actor, critic, reference, build_teacher(args, builder, actor))
 
 
-def listen_to_experts(args: Args, actor: Policy, device: torch.device) -> None:
+def enable_replay(args: Args, actor: Policy, device: torch.device) -> None:
     """Let the actor replay its experts if the flags say so; the main rank prints why not."""
     if not args.replay_experts or not vlm.routers(actor.model):
         return
@@ -917,11 +913,11 @@ def listen_to_experts(args: Args, actor: Policy, device: torch.device) -> None:
             "been tried on a GPU; --cuda_graphs off replays them"
         )
         return
-    experts.listen(actor.model)
+    experts.hook_routers(actor.model)
 
 
-def begun_before_replay(args: Args, checkpoints: checkpoint.Checkpoints) -> Args:
-    """The arguments of a run that began before there was --replay_experts: it goes on without it."""
+def as_begun(args: Args, checkpoints: checkpoint.Checkpoints) -> Args:
+    """The arguments as the run began: one from before there was --replay_experts goes on without it."""
     saved = checkpoints.saved
     if not saved or "replay_experts" in saved["fingerprint"]:
         return args
@@ -954,7 +950,7 @@ def reward_modules(args: Args, reward: sources.RewardMix, rows: Rows, actor: Pol
     )
 
 
-def keep_thoughts(reward: sources.RewardMix, checkpoints: checkpoint.Checkpoints) -> None:
+def note_thoughts(reward: sources.RewardMix, checkpoints: checkpoint.Checkpoints) -> None:
     """Note which reward models are shown the thoughts of responses: in a run that began before there was a
     choice, all are."""
     saved = checkpoints.saved
@@ -1246,12 +1242,7 @@ def fill_logprobs_and_values(batch: Batch, models: Models, args: Args) -> None:
     # As recorded by the sampler: the policy has not changed since, so no forward pass is needed.
     batch.old_logprobs = batch.logprobs
     if args.importance_cap or args.high_entropy_ratio < 1 or batch.foreign.any():
-        logp, batch.entropy = packs.run_forward(
-            actor,
-            batch,
-            lambda pack: torch.stack(actor(pack, batch.sampling, entropy=True)[:2]),
-            replay=True,
-        )
+        logp, batch.entropy = logprobs_and_entropy_of(actor, batch)
         batch.logprobs = torch.where(batch.foreign, logp, batch.logprobs)
         batch.old_logprobs = logp if args.importance_cap else batch.logprobs
     if args.masks_images:
@@ -1271,29 +1262,34 @@ def fill_logprobs_and_values(batch: Batch, models: Models, args: Args) -> None:
 def fill_reference_kl(batch: Batch, actor: Policy, reference: Policy, estimator: str) -> None:
     """Fill kl and, unless it is exact, ref_logprobs."""
     if estimator == "full":
-        batch.kl = packs.run_forward(
-            actor,
-            batch,
-            lambda pack: actor(
-                pack, batch.sampling, references=[reference_outputs(reference, pack)]
-            )[2][0],
-            replay=True,
-        )
-        fsdp.reshard_root(reference)
+        batch.kl = exact_kl_of(actor, reference, batch)
         return
     with adapters.without_adapters(reference.model):
         batch.ref_logprobs = logprobs_of(reference, batch)
     batch.kl = losses.kl_penalty(estimator, batch.old_logprobs, batch.ref_logprobs)
 
 
+def exact_kl_of(actor: Policy, reference: Policy, batch: Batch) -> Tensor:
+    """(N,) the KL to the reference at every response token, a sum over the vocabulary."""
+
+    def kl_of(pack: Pack) -> Tensor:
+        references = {"kl": reference_outputs(reference, pack)}
+        _, _, kls = actor(pack, batch.sampling, references=references)
+        return kls["kl"]
+
+    kl = packs.run_forward(actor, batch, kl_of, replay=True)
+    fsdp.reshard_root(reference)
+    return kl
+
+
 @torch.no_grad()
-def reference_outputs(reference: Policy, pack: Pack) -> tuple[Tensor, Tensor, float | None]:
-    """A frozen model's hidden states (T, H), LM head (V, H), which is still unsharded after the
-    forward, and softcap."""
+def reference_outputs(reference: Policy, pack: Pack) -> ReferenceOutputs:
+    """What an exact KL needs of a frozen model. Its LM head is still unsharded after the forward."""
     with adapters.without_adapters(reference.model), experts.own_choice(pack):
         hidden = reference(pack, None, hidden_only=True)
     fsdp.clear_forward_order(reference)
-    return hidden, reference.model.lm_head.weight, vlm.softcap(reference.model)
+    softcap = vlm.softcap(reference.model)
+    return ReferenceOutputs(hidden, reference.model.lm_head.weight, softcap)
 
 
 def shape_rewards(reward: Tensor, lengths: Tensor, state: TrainState, args: Args) -> Tensor:
@@ -1410,19 +1406,20 @@ def batch_metrics(batch: Batch) -> logging.Metrics:
         "train/advantages_max": batch.advantages.max(),
     }
     components = {
-        component_metric(name, "_reward"): values for name, values in batch.components.items()
+        records.component_metric(name, "_reward"): values
+        for name, values in batch.components.items()
     }
     for name, values in components.items():
         if not values.isnan().all():
             metrics[f"rollout/{name}"] = values.nanmean()
-    metrics |= task_metrics(batch, {"reward": batch.rewards} | components)
+    metrics |= records.task_metrics(batch, {"reward": batch.rewards} | components)
     if len(batch.kl):
         metrics["train/kl"] = batch.kl.mean()
     if len(batch.teacher_logprobs):
         metrics["train/teacher_kl"] = (batch.old_logprobs - batch.teacher_logprobs).mean()  # k1
     if len(batch.values):
         metrics["train/values"] = batch.values.mean()
-    metrics |= conversation_metrics(batch.conversations, "rollout")
+    metrics |= records.conversation_metrics(batch.conversations, "rollout")
     return {name: float(value) for name, value in metrics.items()}
 
 
@@ -1554,11 +1551,10 @@ def update_actor(
     """Policy-gradient updates in all epochs and minibatches of ``step`` (from 1), or until
     --target_kl is exceeded."""
     actor, sums = trained.module, logging.MetricSums()
-    reference = models.reference if args.exact_kl_in_loss else None
-    teacher = models.teacher if args.teacher_in_loss else None
-    # the loss contains the exact KL to these
-    frozen = list(filter(None, (reference, teacher and teacher.policy)))
-    view = (teacher.policy.model, batch.teacher_view) if teacher and batch.teacher_view else None
+    frozen = frozen_in_loss(models, args)
+    teacher = None  # the model, and the samples as it sees them
+    if batch.teacher_view and models.teacher:
+        teacher = models.teacher.policy.model, batch.teacher_view
     updates = 0
     actor.train()
     with fsdp.on_device(args.offload, trained, *frozen):
@@ -1567,7 +1563,7 @@ def update_actor(
             if not minibatch.teaches(args):
                 continue
             stats = []
-            parts = packs.of_batch(actor.model, batch, minibatch.indices, view, replay=True)
+            parts = packs.of_batch(actor.model, batch, minibatch.indices, teacher, replay=True)
             for pack in parts:
                 loss, pack_stats = actor_loss(actor, models, pack, batch, minibatch, args)
                 backward(loss)
@@ -1578,7 +1574,7 @@ def update_actor(
                 trained.optimizer.zero_grad()
                 break
             if ptx:
-                stats.append(learn_text(ptx, actor, number, args))
+                stats.append(add_ptx_gradient(ptx, actor, number, args))
             if updates:
                 forget_sampler(stats)
             norm, applied = take_step(trained, step)
@@ -1588,7 +1584,17 @@ def update_actor(
     return metrics | sums.reduce()
 
 
-def learn_text(ptx: PtxLoss, actor: Policy, update: int, args: Args) -> dict:
+def frozen_in_loss(models: Models, args: Args) -> list[Policy]:
+    """The frozen models to which the actor's loss contains the exact KL."""
+    frozen = []
+    if args.exact_kl_in_loss and models.reference:
+        frozen.append(models.reference)
+    if args.teacher_in_loss and models.teacher:
+        frozen.append(models.teacher.policy)
+    return frozen
+
+
+def add_ptx_gradient(ptx: PtxLoss, actor: Policy, update: int, args: Args) -> dict:
     """Add the gradient of the next-token loss on the rows of this ``update`` of the step, from 0. Returns
     its statistics."""
     stats = {}
@@ -1602,17 +1608,13 @@ def actor_loss(
 ) -> tuple[Tensor, dict]:
     """This pack's share of the minibatch's loss, and statistics, logged below ``train/`` by default.
 
-    A statistic is a `Mean` (a sum over the pack's tokens, and their number; for ratios only the
-    tokens in the policy loss), a `Largest`, or the pack's `Share` of a loss.
+    A statistic is a `Mean` (a sum over the pack's tokens, and their number), a `Largest`, or the
+    pack's `Share` of a loss.
     """
-    references = []  # the loss contains the exact KL to each of them
-    if args.exact_kl_in_loss and models.reference:
-        references.append(reference_outputs(models.reference, pack))
-    if pack.teacher and models.teacher:
-        references.append(reference_outputs(models.teacher.policy, pack.teacher))
+    references = exact_kl_references(models, pack, args)
     with vlm.router_logits(actor.model) as routed:
         # (T,) each
-        logp, entropy, kls = actor(pack, batch.sampling, entropy=True, references=references)
+        logp, entropy, exact_kls = actor(pack, batch.sampling, entropy=True, references=references)
     # (T,) each
     old, sampled, advantages = pack.pick(batch.old_logprobs, batch.logprobs, batch.advantages)
     weight, policy_weight, in_loss = pack.pick(
@@ -1627,17 +1629,13 @@ def actor_loss(
     if args.importance_cap:
         terms = terms * (old - sampled).exp().clamp(max=args.importance_cap)
     loss = (policy_weight * terms).sum()
-    # counted on the host: in_loss.sum() would wait for the device
-    n_kept = int(batch.in_policy_loss[pack.flat].sum())
-    sums = losses.ratio_sums(inputs, out)
-    stats: dict = {name: logging.Mean(total, n_kept) for name, total in sums.items()}
-    stats["ratio_max"] = logging.Largest(losses.largest_ratio(inputs, out))
+    stats = ratio_stats(inputs, out, pack, batch)
     stats |= sampler_stats(logp.detach() - sampled, entropy.detach(), pack, batch)
     stats["policy_loss"] = logging.Share(loss.detach())
 
     if args.entropy_coef:
         loss = loss - args.entropy_coef * (weight * entropy).sum()
-    for name, (coef, term) in kl_terms(logp, kls, pack, batch, args).items():
+    for name, (coef, term) in kl_terms(logp, exact_kls, pack, batch, args).items():
         term = (weight * term).sum()
         loss = loss + coef * term
         stats[name] = logging.Share(term.detach())
@@ -1649,22 +1647,46 @@ def actor_loss(
     return loss, stats
 
 
+def exact_kl_references(models: Models, pack: Pack, args: Args) -> dict[str, ReferenceOutputs]:
+    """What the exact KLs in the actor's loss need of the frozen models, by the names of the terms."""
+    references = {}
+    if args.exact_kl_in_loss and models.reference:
+        references["kl_loss"] = reference_outputs(models.reference, pack)
+    if pack.teacher and models.teacher:
+        references["teacher_kl"] = reference_outputs(models.teacher.policy, pack.teacher)
+    return references
+
+
 def kl_terms(
-    logp: Tensor, kls: list[Tensor], pack: Pack, batch: Batch, args: Args
+    logp: Tensor, exact_kls: dict[str, Tensor], pack: Pack, batch: Batch, args: Args
 ) -> dict[str, tuple[float, Tensor]]:
     """Metric name -> (coefficient, term (T,)) of the KLs that the actor's loss adds to the
-    policy loss. ``kls`` are the exact KLs, the one to the teacher last."""
+    policy loss."""
     terms = {}
-    if pack.teacher:
-        terms["teacher_kl"] = args.teacher_coef, kls.pop()
+    if "teacher_kl" in exact_kls:
+        terms["teacher_kl"] = args.teacher_coef, exact_kls["teacher_kl"]
     if args.kl_in_loss:
-        if not kls:
-            kls = [losses.kl_penalty(args.kl_estimator, logp, *pack.pick(batch.ref_logprobs))]
-        terms["kl_loss"] = batch.kl_coef, kls[0]
+        if "kl_loss" in exact_kls:
+            kl = exact_kls["kl_loss"]
+        else:
+            kl = losses.kl_penalty(args.kl_estimator, logp, *pack.pick(batch.ref_logprobs))
+        terms["kl_loss"] = batch.kl_coef, kl
     if len(batch.masked_logprobs):
         masked_kl = losses.perception_kl(logp, *pack.pick(batch.masked_logprobs))
         terms["perception_kl"] = -args.perception_coef, masked_kl
     return terms
+
+
+def ratio_stats(
+    inputs: losses.PolicyLossInputs, out: losses.PolicyLossOutput, pack: Pack, batch: Batch
+) -> dict:
+    """Of the tokens in the policy loss: the ratio, the KL(old, new), and how many were clipped."""
+    # counted on the host: inputs.in_loss.sum() would wait for the device
+    count = int(batch.in_policy_loss[pack.flat].sum())
+    sums = losses.ratio_sums(inputs, out)
+    stats: dict = {name: logging.Mean(total, count) for name, total in sums.items()}
+    stats["ratio_max"] = logging.Largest(losses.largest_ratio(inputs, out))
+    return stats
 
 
 def sampler_stats(log_ratio: Tensor, entropy: Tensor, pack: Pack, batch: Batch) -> dict:
@@ -1723,7 +1745,7 @@ def evaluate(
     sampling = replace(sampling, stream=EVAL, greedy=count == 1, keeps_experts=False)
     together = prompts_together(args.slots, args.rollout_shards, count)
     batches = batches_in_order(rows.held_out, together)
-    records, conversations, dropped = [], [], 0
+    answers, conversations, dropped = [], [], 0
     gaps: list[Tensor] = []  # (k,) each, see `image_changes.vision_gaps`
     loader = PromptLoader(rows.processor, args, batches)
     with trainables["actor"].averaged(), loader:
@@ -1733,24 +1755,24 @@ def evaluate(
             if len(prompts.dropped) == len(prompts.prompts):
                 continue
             batch = rollout(actor, prompts, sampling, count)
-            if args.eval_only and not records:  # no update will compare them
+            if args.eval_only and not answers:  # no update will compare them
                 require_same_policy(actor, batch, args)
             reward.score(batch, actor.processor, state.step)
             gaps.append(image_changes.vision_gaps(actor, batch))
-            answers = sample_records(batch, rows.processor, rows.settings)
-            picks = range(len(batch))[: max(0, args.log_samples * count - len(records))]
-            show_images(batch, answers, picks)
-            records += answers
+            part = records.sample_records(batch, rows.processor, rows.settings)
+            picks = range(len(batch))[: max(0, args.log_samples * count - len(answers))]
+            records.show_images(batch, part, picks)
+            answers += part
             conversations += batch.conversations
-    if not records:
+    if not answers:
         raise UserError("evaluation: no held-out prompt is left, as none of their images decodes")
-    metrics = summarise_samples(records, count)
-    metrics |= conversation_metrics(conversations, "eval")
+    metrics = records.summarise_samples(answers, count)
+    metrics |= records.conversation_metrics(conversations, "eval")
     gap = torch.cat(gaps)
     if len(gap):
         metrics["eval/vision_gap_logprob"] = float(gap.mean())
-    metrics |= {"eval/num_samples": len(records), "eval/dropped_prompts": dropped}
-    return metrics | {"eval/seconds": time.perf_counter() - started}, records
+    metrics |= {"eval/num_samples": len(answers), "eval/dropped_prompts": dropped}
+    return metrics | {"eval/seconds": time.perf_counter() - started}, answers
 
 
 def evaluate_teacher(
@@ -1776,14 +1798,14 @@ def evaluate_teacher(
             _, batch = loader.take(least=0 if left else 1)
             if len(batch.dropped) < len(batch.prompts):
                 break
-        answers = rollout(
+        answered = rollout(
             policy, teacher.view(batch), replace(sampling, stream=EVAL, greedy=True), 1
         )
-    answers = replace(answers, prompts=batch.prompts, features=batch.features, positions={})
-    reward.score(answers, rows.processor, state.step)
-    records = sample_records(answers, rows.processor, rows.settings)
-    metrics = summarise_samples(records, 1)
-    columns = accuracy_columns(metrics) | {"reward": "eval/reward_mean"}
+    seen = replace(answered, prompts=batch.prompts, features=batch.features, positions={})
+    reward.score(seen, rows.processor, state.step)
+    answers = records.sample_records(seen, rows.processor, rows.settings)
+    metrics = records.summarise_samples(answers, 1)
+    columns = records.accuracy_columns(metrics) | {"reward": "eval/reward_mean"}
     return {f"eval/teacher_{word}": metrics[name] for word, name in columns.items()}
 
 
@@ -1814,7 +1836,7 @@ BLIND = 1e-3
 def report_evaluation(
     log: logging.RunLogger,
     metrics: logging.Metrics,
-    records: list[dict],
+    answers: list[dict],
     state: TrainState,
 ) -> None:
     """Log an evaluation: metrics, a line on the console, and the answers."""
@@ -1824,9 +1846,9 @@ def report_evaluation(
         "eval/train_step": state.step,
     }
     state.metrics |= metrics
-    cards = sample_cards(records[: log.log_samples])
-    log.samples(state.step, records, cards, stem="eval")
-    accuracies = accuracy_columns(metrics)
+    cards = records.sample_cards(answers[: log.log_samples])
+    log.samples(state.step, answers, cards, stem="eval")
+    accuracies = records.accuracy_columns(metrics)
     for name in accuracies.values():
         # before the first step, none need be right
         never_right = metrics[name] == 0 and state.step > 0
@@ -1893,13 +1915,13 @@ def report(
     """Log a step: metrics, a line on the console, the progress bar, warnings and, after some steps,
     samples."""
     step, metrics = state.step, state.metrics
-    records: list[dict] = []
+    samples: list[dict] = []
     if log.shows_samples(step, args.steps):
-        records = report_samples(log, batch, step, rows, args)
-    columns = accuracy_columns(metrics, batch.prompts) | STEP_COLUMNS
+        samples = report_samples(log, batch, step, rows, args)
+    columns = records.accuracy_columns(metrics, batch.prompts) | STEP_COLUMNS
     log.step(step, metrics | checkpoints.metrics(), columns)
-    if records:
-        first = records[0]
+    if samples:
+        first = samples[0]
         log.line(
             f"  {first['question'][-200:]!r} -> {first['response'][:500]!r}  reward {first['reward']:.3f}"
         )
@@ -1935,16 +1957,16 @@ def report_samples(
 ) -> list[dict]:
     """Write the samples of a step; those of the first --log_samples prompts with the numbers of their
     tokens and the images that environments have shown. Returns their records, on rank 0."""
-    records: list[dict] = []
-    picks = first_samples(batch, args.log_samples)
+    samples: list[dict] = []
+    picks = records.first_samples(batch, args.log_samples)
     if distributed.is_main():
-        records = sample_records(batch, rows.processor, rows.settings)
-        add_tokens(batch, records, picks, rows.processor)
-    show_images(batch, records, picks)
+        samples = records.sample_records(batch, rows.processor, rows.settings)
+        records.add_tokens(batch, samples, picks, rows.processor)
+    records.show_images(batch, samples, picks)
     # of each prompt one sample
-    carded = [records[i] for i in picks[:: args.samples_per_prompt] if records]
-    log.samples(step, records, sample_cards(carded))
-    return records
+    carded = [samples[i] for i in picks[:: args.samples_per_prompt] if samples]
+    log.samples(step, samples, records.sample_cards(carded))
+    return samples
 
 
 def check_sampler(log: logging.RunLogger, state: TrainState, actor: Policy, args: Args) -> None:

@@ -2,7 +2,7 @@
 
 Teacher          a frozen model, and the batch as this model sees it: `Teacher.view`
 with_prompts     a batch with other prompts, such as prompts in a template
-follow_average   a teacher that is the running average of the policy
+update_ema_teacher   a teacher that is the running average of the policy
 """
 
 import functools
@@ -176,7 +176,7 @@ class Teacher:
                     list(pool.map(lambda row: read_prompt(row, processor, template), rows))
 
 
-def follow_average(teacher: Teacher | None, trained: Trainable) -> None:
+def update_ema_teacher(teacher: Teacher | None, trained: Trainable) -> None:
     """Copy the averaged weights of the actor into a teacher `ema`."""
     if teacher is not None and teacher.args.teacher_model == "ema":
         with trained.averaged():

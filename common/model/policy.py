@@ -3,7 +3,7 @@
     Policy       log-probs of response tokens; actor, reference, teacher and judge, which
                  train_grm_vl.py trains
     Critic       values; also the scalar reward model
-    logprobs_of, values_of   of all samples of a batch
+    logprobs_of, logprobs_and_entropy_of, values_of   of all samples of a batch
 
 FSDP gathers their weights in `forward`, so whatever needs weights happens there.
 
@@ -11,7 +11,8 @@ Shapes: N response tokens of all samples, T of them in a pack of L tokens; H hid
 vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 import torch.nn as nn
@@ -23,6 +24,14 @@ from common.data.processor import Processor
 from common.model import vlm
 from common.model.packs import run_forward
 from common.sampling import Sampling
+
+
+class ReferenceOutputs(NamedTuple):
+    """What the exact KL to a frozen model needs of it, for a pack."""
+
+    hidden: Tensor  # (T, H) of its own hidden size
+    weight: Tensor  # (V, H) of its LM head
+    softcap: float | None  # of its logits
 
 
 class Policy(vlm.Wrapper):
@@ -38,15 +47,16 @@ class Policy(vlm.Wrapper):
         pack: Pack,
         sampling: Sampling | None = None,
         entropy: bool = False,
-        references: Sequence[tuple[Tensor, Tensor, float | None]] = (),
+        references: Mapping[str, ReferenceOutputs] | None = None,
         hidden_only: bool = False,
     ):
-        """Returns logp (T,) float32, entropy (T,) or None, and the exact KL (T,) to each reference.
+        """Returns logp (T,) float32, entropy (T,) or None, and the exact KL (T,) to each reference, by its
+        name.
 
         Args:
             sampling: how the tokens were drawn; None for text that was not sampled: temperature 1,
                 and no banned ids.
-            references: hidden states (T, H), head (V, H) and softcap of each, from `reference_outputs`.
+            references: frozen models, by any names.
             hidden_only: return only the hidden states (T, H) that predict the response tokens. (A
                 flag, not a method: FSDP gathers weights only in `forward`.)
         """
@@ -60,10 +70,11 @@ class Policy(vlm.Wrapper):
         logp, entropies = logprobs.linear_logprobs(
             hidden, weight, pack.targets, entropy=entropy, **options
         )
-        kls = []
-        for ref_hidden, ref_weight, ref_softcap in references:
-            models = hidden, ref_hidden, weight, ref_weight
-            kls.append(logprobs.full_kl(*models, ref_softcap=ref_softcap, **options))
+        kls = {}
+        for name, other in (references or {}).items():
+            kls[name] = logprobs.full_kl(
+                hidden, other.hidden, weight, other.weight, ref_softcap=other.softcap, **options
+            )
         return logp, entropies, kls
 
 
@@ -90,6 +101,17 @@ def logprobs_of(policy: Policy, batch: Batch) -> Tensor:
     """(N,) log-probs of the responses under the distribution they were drawn from, with its
     temperature and banned ids; under the plain model if the batch was not sampled."""
     return run_forward(policy, batch, lambda pack: policy(pack, batch.sampling)[0])
+
+
+def logprobs_and_entropy_of(actor: Policy, batch: Batch) -> Tensor:
+    """(2, N) the same of the policy that is trained, with its entropy; a mixture chooses the experts that
+    were recorded while sampling."""
+
+    def both(pack: Pack) -> Tensor:
+        logp, entropy, _ = actor(pack, batch.sampling, entropy=True)
+        return torch.stack([logp, entropy])
+
+    return run_forward(actor, batch, both, replay=True)
 
 
 def values_of(critic: Critic, batch: Batch) -> Tensor:

@@ -768,7 +768,7 @@ def test_balance_over_text_has_the_weight_of_the_text(family, tmp_path):
     text.batches = [text.loader.collect(*text.loader.submit(text.rows, [0, 1]))]
     for ptx, aux in ((1.0, 0.0), (1.0, 0.5), (0.5, 0.5)):
         text.coef = ptx
-        ppo.learn_text(text, env.actor, 0, with_flags(env.args, aux_loss_coef=aux))
+        ppo.add_ptx_gradient(text, env.actor, 0, with_flags(env.args, aux_loss_coef=aux))
         router_gradients[ptx, aux] = torch.cat(
             [router.weight.grad.full_tensor() for router in vlm.routers(env.actor.model)]
         )
@@ -819,7 +819,7 @@ def test_no_tower_drops_anything(family, flags, tmp_path):
         text = env.rows.ptx
         drawn = text.loader.submit([text.rows[i] for i in ids], ids)
         text.batches = [text.loader.collect(*drawn)]
-        beside = ppo.learn_text(text, env.actor, 0, env.args)
+        beside = ppo.add_ptx_gradient(text, env.actor, 0, env.args)
         measured[rate] = metrics["train/loss"], float(beside["ptx_loss"].total)
     assert measured[0.5] == measured[0.0]
 

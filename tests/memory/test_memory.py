@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 import ranks
 import train_ppo_vl as ppo
 from common import losses
-from common.looks.teacher import follow_average
+from common.looks.teacher import update_ema_teacher
 from common.model import fsdp, packs
 from common.model.weights import shard_of
 from conftest import (
@@ -143,7 +143,7 @@ def test_a_teacher_gets_the_average(qwen25, picture_rows):
     for step in (1, 2):
         step_of(env, step)
     weights, average = weights_of(env.actor), average_of(env)
-    follow_average(env.models.teacher, env.trained)
+    update_ema_teacher(env.models.teacher, env.trained)
     assert same_tensors(weights_of(env.models.teacher.policy), average)
     assert same_tensors(weights_of(env.actor), weights)
     assert not any(torch.equal(average[name], weights[name]) for name in average)

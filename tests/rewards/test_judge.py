@@ -937,7 +937,7 @@ def test_runs_that_began_before_judges_were_asked_without_thoughts_go_on(before,
     model.reads_thoughts = False
     listed = [SimpleNamespace(name="rm", score=model), SimpleNamespace(name="exact", score=None)]
     life = SimpleNamespace(saved={} if before is None else {"fingerprint": before}, fingerprint={})
-    ppo.keep_thoughts(SimpleNamespace(sources=listed), life)
+    ppo.note_thoughts(SimpleNamespace(sources=listed), life)
     assert model.reads_thoughts is reads
     assert life.fingerprint == {"thoughts": {"rm": reads}}
     assert "thoughts" in ppo.IDENTITY
