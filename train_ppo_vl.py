@@ -9,14 +9,17 @@ One step, in the order of `main`:
     prompts + images -> rollout -> rewards (meanwhile log-probs of reference and teacher, values)
                      -> advantages -> update critic -> update actor -> report
 
-What happens in common/:
+What happens in common/, in the order in which a step needs it:
 
-    losses.py              formulas: advantages, the clipped ratio, KL
     rollout.py             samples responses, with KV slots that are refilled as samples end
-    model/vlm.py           puts image features into a packed sequence
-    model/attention.py     fills the KV cache
+    logprobs.py            the distribution of the next token, the same for sampling and training
     rewards/sources.py     calls your reward, and collects the rewards; if a call has raised, ends every
                            rank with a message
+    losses.py              formulas: advantages, the clipped ratio, KL
+    buffers.py             Batch: the samples of a step; Pack: those of one forward pass
+    model/packs.py         gives each rank its packs, and the image features that these need
+    model/vlm.py           puts image features into a packed sequence
+    model/attention.py     lets each token see its own sample; fills the KV cache
     checkpoint.py          saves in the background; resumes from the newest undamaged checkpoint
 
 Shapes: G prompts and S samples in a step, with N response tokens in all; L tokens in a pack, T of
@@ -535,8 +538,24 @@ def parse_args(argv: list[str] | None = None) -> Args:
 
 
 # -------------------------------------------------------------------------------------------------
-# Data: checked rows, and the state of a run
+# Programs of the user, and data: checked rows
 # -------------------------------------------------------------------------------------------------
+
+
+def load_programs(args: Args) -> tuple[sources.RewardMix, Environment | None, Callable | None]:
+    """The sources of rewards, the environment, and the function of --curriculum; runs the user's code.
+    Raises UserError, also if a model beside --model is missing: the rows may take minutes to read."""
+    reward, weigh = sources.load_rewards(args), None
+    environment = environments.load_environment(args, args.max_prompt_tokens)
+    if args.curriculum:
+        weigh, *_ = load_function("--curriculum", args.curriculum, "rows, samples, rewards")
+    models = [
+        source.spec.partition(":")[2] for source in reward.sources if source.kind in ("grm", "rm")
+    ]
+    for name in (*models, args.critic_model, args.reference_model, args.teacher_model):
+        if name not in ("", "self", "ema"):
+            weights.resolve_folder(name, weights=False)
+    return reward, environment, weigh
 
 
 @dataclass
@@ -719,6 +738,11 @@ def draw_by_history(
             state.ahead = distributed.run_on_main(f"--curriculum {args.curriculum}", draw, start)
         yield [rows[k] for k in state.ahead], list(range(start, start + size))
         state.ahead = []
+
+
+# -------------------------------------------------------------------------------------------------
+# State: what a checkpoint contains besides models, and what must not change when a run goes on
+# -------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -1348,7 +1372,7 @@ def rewards_that_follow(inputs: losses.AdvantageInputs, args: Args) -> Tensor:
 def compute_advantages(batch: Batch, state: TrainState, args: Args) -> logging.Metrics:
     """Fill advantages, returns and in_policy_loss: for the whole step at once, the same on every
     rank. Returns the rollout's metrics."""
-    batch.kl_coef = state.kl_coef
+    batch.kl_coef = state.kl_coef  # for a KL in the loss
     inputs = advantage_inputs(batch, state, args)
     advantages, batch.returns = ESTIMATORS[args.advantage].estimate(inputs)
     if args.advantages_norm == "on":
@@ -1611,6 +1635,7 @@ def actor_loss(
     A statistic is a `Mean` (a sum over the pack's tokens, and their number), a `Largest`, or the
     pack's `Share` of a loss.
     """
+    # before the actor's own forward: a reference may be the actor without its adapters
     references = exact_kl_references(models, pack, args)
     with vlm.router_logits(actor.model) as routed:
         # (T,) each
@@ -2031,22 +2056,6 @@ def performance(
 # -------------------------------------------------------------------------------------------------
 # Checks of several flags together; those of single flags are declared with them
 # -------------------------------------------------------------------------------------------------
-
-
-def load_programs(args: Args) -> tuple[sources.RewardMix, Environment | None, Callable | None]:
-    """The sources of rewards, the environment, and the function of --curriculum; runs the user's code.
-    Raises UserError, also if a model beside --model is missing: the rows may take minutes to read."""
-    reward, weigh = sources.load_rewards(args), None
-    environment = environments.load_environment(args, args.max_prompt_tokens)
-    if args.curriculum:
-        weigh, *_ = load_function("--curriculum", args.curriculum, "rows, samples, rewards")
-    models = [
-        source.spec.partition(":")[2] for source in reward.sources if source.kind in ("grm", "rm")
-    ]
-    for name in (*models, args.critic_model, args.reference_model, args.teacher_model):
-        if name not in ("", "self", "ema"):
-            weights.resolve_folder(name, weights=False)
-    return reward, environment, weigh
 
 
 def check_args(args: Args) -> None:

@@ -142,9 +142,9 @@ def long_lines_of_tests() -> Problems:
 def first_stage(modules: dict[str, ast.Module]) -> Problems:
     """How far a reader scrolls over flags."""
     stages = {getattr(node, "name", ""): node for node in modules["train_ppo_vl"].body}
-    count = stages["load_rows"].lineno - stages["main"].end_lineno - 1
+    count = stages["load_programs"].lineno - stages["main"].end_lineno - 1
     if count > FLAG_LINES:
-        yield f"train_ppo_vl.py: {count} lines between main and load_rows, at most {FLAG_LINES}"
+        yield f"train_ppo_vl.py: {count} lines between main and load_programs, at most {FLAG_LINES}"
 
 
 def variables() -> Problems:

@@ -86,7 +86,8 @@ def gather_conversations(local: list[Conversation]) -> list[Conversation]:
 
 Block = tuple[int, list[int]]  # (index of a prompt, indices of its samples)
 Segment = tuple[int, int, int, int]  # (start, end, prefix_start, prefix_end) in a pack
-# Whose images: ("prompt", its index), or ("reply", i) of those that an environment shows in sample i
+# Whose images: ("prompt", its index), or ("reply", i) of those that an environment shows in sample i.
+# (Recorded experts have the same keys: those of a prompt, and of all tokens of sample i.)
 ImageKey = tuple[str, int]
 Features = dict[ImageKey, Tensor]  # (K, M, H) each
 
