@@ -100,7 +100,7 @@ def load_training_state(path: Path, roles: Roles) -> None:
     them in other shapes, or has weights of a model that does not train them here."""
     state, reader = training_state(roles), HuggingFaceStorageReader(str(path))
     with raise_on_all_ranks(f"{path}: "):
-        saved = set(reader.read_metadata().state_dict_metadata)
+        saved = saved_names(path)
     wanted = {name: state[name] for name in state if name in saved or not name.endswith(".ema")}
     of_roles = tuple(f"{role}.model." for role in roles)
     lost = [name for name in saved - state.keys() if name.startswith(of_roles)]
@@ -119,6 +119,16 @@ def load_training_state(path: Path, roles: Roles) -> None:
     for name in state.keys() - wanted:
         weight = name.replace(".optimizer.state.", ".model.", 1).removesuffix(".ema")
         weights.shard_of(state[name]).copy_(weights.shard_of(state[weight]))
+
+
+def saved_names(path: Path) -> set[str]:
+    """The names of a checkpoint's tensors. Raises UserError: a file is no safetensors file, though it is
+    what was written."""
+    names: set[str] = set()
+    for file in sorted(path.glob("*.safetensors")):
+        with weights.open_weights(file) as tensors:
+            names |= {*tensors.keys()}
+    return names
 
 
 def read_state(path: Path, form: dict) -> dict:
