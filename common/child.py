@@ -220,6 +220,7 @@ def of_function(name: str, takes: str, offered: tuple[str, ...]) -> tuple[list[s
     Raises UserError: it cannot be called with what it ``takes``."""
     function = find(name)
     refuse_async(function, name)
+    refuse_async(getattr(function, "check", None), f"{name}.check")
     try:
         signature = inspect.signature(function)
         keywords = [each for each in offered if each in signature.parameters]
@@ -466,8 +467,13 @@ def imported_files(program: Path) -> set[Path]:
 
 
 def imported_names(file: Path) -> Iterator[str]:
-    """The first words of what a file of Python imports, anywhere in it."""
-    for node in ast.walk(ast.parse(file.read_bytes() if file.suffix == ".py" else "")):
+    """The first words of what a file of Python imports, anywhere in it; of one that Python cannot read,
+    nothing."""
+    try:
+        tree = ast.parse(file.read_bytes() if file.suffix == ".py" else "")
+    except (SyntaxError, ValueError):  # also NUL bytes
+        return
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (each.name.partition(".")[0] for each in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:

@@ -121,9 +121,11 @@ def lock_folder(out: Path, advice: str) -> TextIO | None:
             out.mkdir(parents=True, exist_ok=True)
             file = take_lock(lock, mine, advice)
             # Left by a process that was killed during a save or an export, and its tracebacks.
-            for pattern in ("checkpoints/.tmp-*", "export*/.step-*", "errors"):
+            for pattern in ("checkpoints/.tmp-*", "export*/.step-*"):
                 for path in out.glob(pattern):
                     shutil.rmtree(path)
+            for path in out.glob("errors/*rank-*"):  # the folder may be the user's own
+                path.unlink()
     with raise_on_all_ranks(f"--out {out}: "):
         if not is_main() and read_holder(lock) != mine:  # each node would keep its shards
             raise UserError(

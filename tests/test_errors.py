@@ -201,9 +201,10 @@ def test_a_snapshot_of_memory_lies_beside_the_traceback(tmp_path, space):
 
 def test_the_next_start_removes_old_tracebacks(flags, copy):
     (copy / "errors").mkdir()
-    (copy / "errors" / "rank-3.txt").write_text("of a bug that is mended")
+    for name in ("rank-3.txt", "memory-rank-3.pickle", "notes.txt"):
+        (copy / "errors" / name).write_text("of a bug that is mended")
     refused(flags(copy, "--resume never"), "already holds a run")
-    assert not (copy / "errors").exists()
+    assert [path.name for path in (copy / "errors").iterdir()] == ["notes.txt"]  # of the user
 
 
 # What torchrun's summary has of each rank.

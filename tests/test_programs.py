@@ -114,10 +114,12 @@ def test_the_files_of_a_program_are_what_it_imports_from_its_folder(tmp_path):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / f"{name}.py").write_text("N = 1\n")
     (tmp_path / "helper.py").write_text("import math, bare.two\nfrom parts import more\n")
+    # named where no call comes, so Python does not read it
+    (tmp_path / "python2.py").write_text("print 'x'\n")
     end = "\ndef score(prompts):\n    return 1\n"
     load(tmp_path / "other.py", f"import of_other{end}")
-    load(tmp_path / "mine.py", f"import torch\nfrom helper import math{end}")
-    names = ("mine", "helper", "bare/two", "parts/__init__", "parts/more")
+    load(tmp_path / "mine.py", f"import torch\nfrom helper import math{end}    import python2\n")
+    names = ("mine", "helper", "python2", "bare/two", "parts/__init__", "parts/more")
     assert user_code.files_of(tmp_path / "mine.py") == {tmp_path / f"{name}.py" for name in names}
 
 

@@ -702,8 +702,10 @@ def test_load_user_function(tmp_path):
         "async def yields(prompts, responses, *rest):\n    yield 1.0\n"
         "class Called:\n    __call__ = waits\ncalled = Called()\n"
         "import functools\npart = functools.partial(waits)\n"
+        "def checked(prompts, responses, *rest):\n    return [1.0] * len(prompts)\n"
+        "checked.check = waits\n"  # which would find nothing wrong in any row
     )
-    for name in ("waits", "yields", "called", "part"):
+    for name in ("waits", "yields", "called", "part", "checked"):
         with user_error("is async, and nothing awaits it: use def"):
             load_source(f"{path}:{name}")
     for spec in (
