@@ -88,7 +88,7 @@ from common.model import adapters, build, experts, fsdp, packs, vlm, weights
 from common.model.policy import (
     Critic,
     Policy,
-    ReferenceOutputs,
+    exact_kl_of,
     logprobs_and_entropy_of,
     logprobs_of,
     values_of,
@@ -1293,29 +1293,6 @@ def fill_reference_kl(batch: Batch, actor: Policy, reference: Policy, estimator:
     batch.kl = losses.kl_penalty(estimator, batch.old_logprobs, batch.ref_logprobs)
 
 
-def exact_kl_of(actor: Policy, reference: Policy, batch: Batch) -> Tensor:
-    """(N,) the KL to the reference at every response token, a sum over the vocabulary."""
-
-    def kl_of(pack: Pack) -> Tensor:
-        references = {"kl": reference_outputs(reference, pack)}
-        _, _, kls = actor(pack, batch.sampling, references=references)
-        return kls["kl"]
-
-    kl = packs.run_forward(actor, batch, kl_of, replay=True)
-    fsdp.reshard_root(reference)
-    return kl
-
-
-@torch.no_grad()
-def reference_outputs(reference: Policy, pack: Pack) -> ReferenceOutputs:
-    """What an exact KL needs of a frozen model. Its LM head is still unsharded after the forward."""
-    with adapters.without_adapters(reference.model), experts.own_choice(pack):
-        hidden = reference(pack, None, hidden_only=True)
-    fsdp.clear_forward_order(reference)
-    softcap = vlm.softcap(reference.model)
-    return ReferenceOutputs(hidden, reference.model.lm_head.weight, softcap)
-
-
 def shape_rewards(reward: Tensor, lengths: Tensor, state: TrainState, args: Args) -> Tensor:
     """(S,) rewards as the estimator sees them: normalized, clipped, with the length penalty."""
     if args.reward_norm:
@@ -1672,13 +1649,14 @@ def actor_loss(
     return loss, stats
 
 
-def exact_kl_references(models: Models, pack: Pack, args: Args) -> dict[str, ReferenceOutputs]:
-    """What the exact KLs in the actor's loss need of the frozen models, by the names of the terms."""
+def exact_kl_references(models: Models, pack: Pack, args: Args) -> dict:
+    """The frozen models of the exact KLs in the actor's loss, as `Policy.as_reference` has them, by the
+    names of the terms."""
     references = {}
     if args.exact_kl_in_loss and models.reference:
-        references["kl_loss"] = reference_outputs(models.reference, pack)
+        references["kl_loss"] = models.reference.as_reference(pack)
     if pack.teacher and models.teacher:
-        references["teacher_kl"] = reference_outputs(models.teacher.policy, pack.teacher)
+        references["teacher_kl"] = models.teacher.policy.as_reference(pack.teacher)
     return references
 
 

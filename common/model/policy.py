@@ -3,7 +3,7 @@
     Policy       log-probs of response tokens; actor, reference, teacher and judge, which
                  train_grm_vl.py trains
     Critic       values; also the scalar reward model
-    logprobs_of, logprobs_and_entropy_of, values_of   of all samples of a batch
+    logprobs_of, logprobs_and_entropy_of, exact_kl_of, values_of   of all samples of a batch
 
 FSDP gathers their weights in `forward`, so whatever needs weights happens there.
 
@@ -22,6 +22,9 @@ from common import logprobs
 from common.buffers import Batch, Pack
 from common.data.processor import Processor
 from common.model import vlm
+from common.model.adapters import without_adapters
+from common.model.experts import own_choice
+from common.model.fsdp import clear_forward_order, reshard_root
 from common.model.packs import run_forward
 from common.sampling import Sampling
 
@@ -56,7 +59,7 @@ class Policy(vlm.Wrapper):
         Args:
             sampling: how the tokens were drawn; None for text that was not sampled: temperature 1,
                 and no banned ids.
-            references: frozen models, by any names.
+            references: what frozen models have from `as_reference`, by any names.
             hidden_only: return only the hidden states (T, H) that predict the response tokens. (A
                 flag, not a method: FSDP gathers weights only in `forward`.)
         """
@@ -76,6 +79,15 @@ class Policy(vlm.Wrapper):
                 hidden, other.hidden, weight, other.weight, ref_softcap=other.softcap, **options
             )
         return logp, entropies, kls
+
+    @torch.no_grad()
+    def as_reference(self, pack: Pack) -> ReferenceOutputs:
+        """What the exact KL to this model, frozen and without adapters, needs of it. The LM head is still
+        unsharded after the forward."""
+        with without_adapters(self.model), own_choice(pack):
+            hidden = self(pack, hidden_only=True)
+        clear_forward_order(self)
+        return ReferenceOutputs(hidden, self.model.lm_head.weight, vlm.softcap(self.model))
 
 
 class Critic(vlm.Wrapper):
@@ -112,6 +124,19 @@ def logprobs_and_entropy_of(actor: Policy, batch: Batch) -> Tensor:
         return torch.stack([logp, entropy])
 
     return run_forward(actor, batch, both, replay=True)
+
+
+def exact_kl_of(actor: Policy, reference: Policy, batch: Batch) -> Tensor:
+    """(N,) the KL to the reference at every response token, a sum over the vocabulary."""
+
+    def kl_of(pack: Pack) -> Tensor:
+        references = {"kl": reference.as_reference(pack)}
+        _, _, kls = actor(pack, batch.sampling, references=references)
+        return kls["kl"]
+
+    kl = run_forward(actor, batch, kl_of, replay=True)
+    reshard_root(reference)
+    return kl
 
 
 def values_of(critic: Critic, batch: Batch) -> Tensor:
