@@ -915,9 +915,16 @@ def test_a_number_that_is_not_finite_shows_its_sample(bad):
         score(lambda p, *_: [bad if x[-1] == "3" else 1.0 for x in p])
 
 
-@pytest.mark.parametrize("bad", [None, [1.0, 2.0], 10**400])
-def test_what_is_no_number_shows_a_sample_of_its_call(bad):
-    with user_error("(?s)my.py:f.*must be a list of 4 numbers, got .*.*response 0"):
+NOT_NUMBERS = "must be a list of 4 numbers, got list of 4"
+
+
+@pytest.mark.parametrize(
+    "bad, problem",
+    [(None, NOT_NUMBERS), ([1.0, 2.0], NOT_NUMBERS), (10**400, "holds too large a number")],
+    ids=["none", "list", "large"],
+)
+def test_what_is_no_number_shows_a_sample_of_its_call(bad, problem):
+    with user_error(f"(?s)my.py:f: reward {problem}.*response 0"):
         score(lambda p, *_: [bad if x[-1] == "3" else 1.0 for x in p])
 
 
