@@ -982,8 +982,10 @@ def note_thoughts(reward: sources.RewardMix, checkpoints: checkpoint.Checkpoints
     noted = checkpoints.fingerprint["thoughts"] = {}
     for source in reward.sources:
         if isinstance(source.score, reward_models.RewardModel):
-            source.score.reads_thoughts |= began_before
-            noted[source.name] = source.score.reads_thoughts
+            settings = source.score.settings
+            if began_before:
+                settings.thoughts = True
+            noted[source.name] = settings.reads_thoughts
 
 
 def check_teacher_rows(args: Args, rows: Rows, teacher: Teacher | None) -> None:

@@ -143,8 +143,7 @@ def describe_failures(conversations: list[Conversation]) -> str:
 def check_failures(environment: Environment, conversations: list[Conversation]) -> None:
     """Raises UserError on every rank: the environment failed in every sample, so there is nothing to learn
     from; or the process of its program has ended on a rank, so that there will be no more objects."""
-    errors = [conversation.error for conversation in conversations]
-    if errors and all(errors):
+    if conversations and all(conversation.error for conversation in conversations):
         raise UserError(describe_failures(conversations))
     with distributed.raise_on_all_ranks():
         ended = environment.of.program.ended

@@ -114,7 +114,6 @@ class RewardModel:
     def __post_init__(self):
         """Raises UserError: a judge.json that cannot be used."""
         self.settings = JudgeSettings.of(self.processor)
-        self.reads_thoughts = self.settings.reads_thoughts
 
     @property
     def logit_error(self) -> float:
@@ -157,7 +156,7 @@ class RewardModel:
         """The responses of the samples ``used`` as one text each; conversations include the replies of
         environments."""
         turns = turn_texts(batch, used, policy)
-        if not self.reads_thoughts:
+        if not self.settings.reads_thoughts:
             prompts = [batch.prompts[index].text for index in batch.prompt_index[used].tolist()]
             turns = [
                 [without_thoughts(with_opened_thought(prompt, text)) for text in texts]

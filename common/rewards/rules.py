@@ -410,9 +410,9 @@ def _x_first(place: str, numbers: list[float]) -> list[float]:
     return named if len(named) == len(numbers) else numbers
 
 
-def _value(spelled: str) -> Fraction | None:
+def _value(text: str) -> Fraction | None:
     """The value of -1,234.5, 3/4, 2 1/2, 50% and the like; None of any other text."""
-    match = QUOTIENT.fullmatch(spelled.removesuffix("%"))
+    match = QUOTIENT.fullmatch(text.removesuffix("%"))
     if not match:
         return None
     sign, whole, over, under = match.groups()
@@ -447,7 +447,7 @@ def check_reference(rule: str, reference: str | None) -> None:
         raise UserError(f"an empty answer, {reference!r:.80}")
 
 
-def rule_reward(rule: str, prompts, responses, references, labels, images) -> Columns:
+def rule_reward(rule: str, prompts, responses, references, *_) -> Columns:
     """A rule as a reward function."""
     columns = {}
     for prompt, response, reference in zip(prompts, responses, references):

@@ -904,10 +904,10 @@ def test_what_follows_a_thought_that_the_prompt_opens(qwen25, picture_rows):
     """In each turn of a conversation; one that was not ended is all thought."""
     env, _, batch = answered(qwen25, picture_rows, [["so</think>4"], ["4"]], "--reward exact")
     batch.prompts = [replace(row, text=row.text + "<think>\n") for row in batch.prompts]
-    model = SimpleNamespace(reads_thoughts=False)
+    model = SimpleNamespace(settings=judgements.JudgeSettings(thoughts=False))
     whole_texts = reward_models.RewardModel.whole_texts
     assert whole_texts(model, batch, [0, 1], env.processor) == ["4", ""]
-    model.reads_thoughts = True
+    model.settings.thoughts = True
     assert whole_texts(model, batch, [1, 0], env.processor) == ["4", "so</think>4"]
 
 
@@ -934,11 +934,11 @@ def test_a_judge_reads_thoughts_if_it_was_trained_with_them(saved, responses, re
 def test_runs_that_began_before_judges_were_asked_without_thoughts_go_on(before, reads):
     """What reward models are shown is a part of a run's identity."""
     model = object.__new__(reward_models.RewardModel)
-    model.reads_thoughts = False
+    model.settings = judgements.JudgeSettings()
     listed = [SimpleNamespace(name="rm", score=model), SimpleNamespace(name="exact", score=None)]
     life = SimpleNamespace(saved={} if before is None else {"fingerprint": before}, fingerprint={})
     ppo.note_thoughts(SimpleNamespace(sources=listed), life)
-    assert model.reads_thoughts is reads
+    assert model.settings.reads_thoughts is reads
     assert life.fingerprint == {"thoughts": {"rm": reads}}
     assert "thoughts" in ppo.IDENTITY
 
