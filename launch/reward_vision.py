@@ -49,6 +49,7 @@ from common.rewards.rules import (
 )
 
 OUTER = " .,;:!?\"'`()[]{}*•"  # punctuation around a word
+LETTERED = re.compile(r"(?s)([a-z])[.:)]+ ?(.+)")  # as `plain` leaves it
 NUMBERED = re.compile(r"(?s)\s*[*(]*(\d{1,3})[.:)、](?!\d)(.*)")  # 1. red   (2) blue
 
 # Between the items of a list: red, blue, and green   1-2-3   B -> A > C
@@ -120,7 +121,10 @@ def chosen(text: str, letters: dict) -> set:
     whole = plain(text)
     if whole in letters:
         return {letters[whole]}
-    named, rest = read_letters(text)  # of "B. dog"
+    lettered = LETTERED.fullmatch(whole)
+    if lettered and letters.get(plain(lettered[2])) == lettered[1].upper():
+        return {lettered[1].upper()}  # B. 10 N, whose N is no letter of an option
+    named, rest = read_letters(text)
     return {letters.get(plain(rest))} - {None} | named
 
 

@@ -3,6 +3,7 @@ r"""Rules that score a response by its text.
     with_opened_thought   the response, with a thought that its prompt opens
     after_thought         what the response says after its thoughts
     extract_answer        the last `\boxed{...}`, or <answer>...</answer>
+    boxed_texts           all `\boxed{...}`
     answers_equal         text, choice letters, numbers, fractions, ordered lists
     read_letter_set       a reference that is several letters
     plain_text, words_of  a text without differences that nobody sees; also without case and spaces
@@ -56,7 +57,8 @@ LETTER = re.compile(
 SMALL_LETTER = re.compile(
     rf"(?i)^\W*[a-z]\W*\Z|^\s*[a-z](?=[.:]\s)|{LEAD}\(?[a-z]{ARTICLE}(?!')(?!{IN_WORD})"
 )
-CHOICE = re.compile(r"(?s)\(?[a-z][).:]+ ?\w.*")  # a letter and its text, spelled: b.dog
+# A letter and its text, spelled: b.dog   (b)-3   but not (a)+b
+CHOICE = re.compile(r"(?s)\(?[a-z](?:[.:]|\)(?![+*/^=<>]|-[a-z(])).+")
 # What takes back the letter, number or region behind it: not B   isn't 7   more than 7   不是B
 NOT = (
     r"(?i:(?:\b(?:not|never|neither|nor|cannot|than|over|under|at (?:least|most)|up to|nicht|pas|no es)\b"
@@ -121,11 +123,13 @@ LABEL = re.compile(
     r"""["'](?:label|name|ref|category)["']\s*:\s*(?:"([^"]*)"|'([^']*)')"""
     r"|<(?:ref|\|object_ref_start\|)>([^<]*)"
 )
+SYMBOLS = {"π": r"\pi", "∞": r"\infty", "≤": r"\leq", "≥": r"\geq", "≠": r"\neq"}
 IT = "(?:it|there|this|that|he|she|they|these|those|you|we|i)"
 IS = "(?:is|are|am|was|were|do|does|did|has|have|had|can|could|will|would|should|must)"
 WITHOUT_LEAD = (rf"^ ?{LEAD}(?=.)", "")
 OF_WORDS = (  # the spellings of a text without LaTeX, emphasis and brackets
     (r"(?<=\d) ?per ?cents?\b", "%"),
+    (r"(?<=\d) ?degrees?\b", "°"),
     *MIXED,
     (rf"^ ?(yes)[,.;]? {IT} {IS}[.!]?$", r"\1"),  # yes, it is
     (rf"^ ?(no)[,.;]? {IT} (?:{IS}(?:n't| not)|can't|cannot|won't)[.!]?$", r"\1"),
@@ -136,6 +140,7 @@ SPELLINGS = [  # applied in this order to lower-case text
     (re.compile(pattern, re.ASCII), new)
     for pattern, new in (
         (r"(?<!\w)\*\*([^*]+)\*\*(?!\w)", r"\1"),  # **Answer:** b
+        (r"(?<=\{) ?([+-]?) | (?=[{}])", r"\1"),  # \frac { -1 } { 2 }, as Geometry3K writes
         (r"\\(?:text[a-z]*|math[a-z]+|mbox) ?\{([^{}]*)\}", r" \1 "),
         WITHOUT_LEAD,
         (r"(?<!\\)\\[()[\]]|(?<=\d)\\,(?=\d{3})|\\!|\\?[$€£¥]", ""),  # \(12\)   12\,345   $5
@@ -151,7 +156,8 @@ SPELLINGS = [  # applied in this order to lower-case text
         (r"(\d)? ?\\[dt]?frac", r"\1 \\frac"),  # 2\frac{1}{2} is 2 1/2
         (r"\\frac ?(?:\{([+-]?[\d.]+)\}|(\d)) ?(?:\{([\d.]+)\}|(\d))", r"\1\2/\3\4"),
         (r"\^ ?\{?\\circ\}?|\\degree", "°"),
-        ("π", r"\\pi"),
+        (f"[{''.join(SYMBOLS)}]", lambda match: f"{SYMBOLS[match[0]]} "),
+        (r"\\([lgn])e(?![a-z])", r"\\\1eq"),
         ("、", ","),
         (" +", " "),
         *OF_WORDS,
@@ -202,16 +208,21 @@ def extract_answer(response: str, rule: str) -> str | None:
         answer = next(iter(ANSWER.findall(response)[-1:]), None)
         boxed = extract_answer(answer or "", "boxed")
         return answer and answer.strip() if boxed is None else boxed
+    return next(iter(boxed_texts(response)[-1:]), None)
+
+
+def boxed_texts(text: str) -> list[str]:
+    r"""The contents of all complete `\boxed{...}`, in the order in which they begin."""
     opened = []  # where the content of each brace begins; whether of a box
-    last = (-1, -1)
-    for match in BRACES.finditer(response):
+    boxes = []
+    for match in BRACES.finditer(text):
         if match[0] == "}" and opened:
             start, is_box = opened.pop()
             if is_box:
-                last = max(last, (start, match.start()))
+                boxes.append((start, match.start()))
         elif match[0] == "{" or match[0].startswith(r"\boxed"):
             opened.append((match.end(), match[0] != "{"))
-    return response[slice(*last)].strip() if last[0] >= 0 else None
+    return [text[start:end].strip() for start, end in sorted(boxes)]
 
 
 def format_score(response: str, rule: str) -> float:

@@ -48,6 +48,12 @@ choice | 1     | animals  | B            | Dog.
 choice | 1     | animals  | B            | B. dog
 choice | 1     | animals  | dog          | b) dog
 choice | 0     | animals  | B            | B. cat
+choice | 1     | {"options": ["5 N", "10 N"]} | B            | B. 10 N
+choice | 1     | {"options": ["vitamin A", "vitamin C"]} | B            | (B) Vitamin C
+choice | 1     | {"options": ["A and C", "B and C"]} | B            | B: B and C
+choice | 1     | {"options": ["x", "v"]} | B            | B. v
+choice | 0     | {"options": ["5 N", "10 N"]} | B            | B. 5 N
+choice | 0     | {"options": ["5 N", "10 N"]} | B            | A. 10 N
 choice | 0     | animals  | B            | (A) (B) (C)
 choice | 0     | animals  | B            | C. or B.
 choice | 0     | animals  | B            | A or B

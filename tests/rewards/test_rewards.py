@@ -272,6 +272,20 @@ B．12               | B
 3万                 | 30000
 negative 3          | -3
 负3                 | -3
+\frac{32}{3}        | \frac { 32 } { 3 }
+-1/2                | \frac { - 1 } { 2 }
+60°                 | 60 ^ { \circ }
+60 degrees          | 60°
+x^2+1               | x ^ { 2 } + 1
+(-∞, 3]             | (-\infty,3]
+x≤3                 | x \leq 3
+x \le 3             | x ≤ 3
+B. \sqrt{3}         | B
+(B) √3              | B
+(B) -3              | B
+B: -\sqrt{3}        | B
+B. (2, 3)           | B
+B. "dog"            | B
 """)
 EQUAL.append(["9" * 400, "9" * 400])
 # In both directions. Letters that touch a number are scales, those apart units.
@@ -440,6 +454,8 @@ Answer: b or c       | B
 Answer: a dog        | A
 C + 1                | C
 (a)+b                | a
+(a)-b                | a
+x \left 3            | x \leq 3
 thirteen             | 3
 -                    | +
 """)
