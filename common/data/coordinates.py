@@ -130,9 +130,9 @@ def clip(region: Box | Point, size: tuple[int, int]) -> Box | Point:
     return tuple(min(max(value, 0.0), float(limit)) for value, limit in zip(region, size * 2))
 
 
-# <box> and <point>, but not InternVL's own literal, in which numbers or a mark in brackets follow:
-# <box>[[1, 2, 3, 4]]</box>   <box>[<box>]</box>
-MARK = re.compile(r"<(box|point)>(?!\[)")
+# <box> and <point>, but not InternVL's and Qwen-VL's own literals, in which numbers or a mark follow:
+# <box>[[1, 2, 3, 4]]</box>   <box>[<box>]</box>   <box><box></box>
+MARK = re.compile(r"<(box|point)>(?!\[|<\1></\1>)")
 
 
 def write_marks(responses: list[str], regions: Regions | None) -> list[str]:

@@ -2,24 +2,19 @@
 
 import re
 from collections import Counter
-from string import ascii_uppercase
+from string import ascii_uppercase, digits
 from typing import Any
 
 from common.ground.files import UserError, number_as_text
-from common.rewards.rules import words_of
+from common.rewards.rules import boxed_texts, words_of
 from launch.data.foreign_messages import Reading, as_text, read_json_text
 
-BRACES = r"\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\}"  # with up to two pairs in each other inside
-FINAL_ANSWERS = (
-    r"(?s)<answer>(.*?)</answer>",
-    r"(?m)^####(.*)\s*\Z",
-    rf"\\f?box(?:ed)?\s*\{{((?:[^{{}}]|{BRACES})*)\}}",
-    r"\\boxed +([^\s{}$]+)\$",  # MATH has a few
-)
+ANSWER_TAGS = r"(?s)<answer>(.*?)</answer>"
+LAST_LINE = r"(?m)^####(.*)\s*\Z"
+UNBRACED_BOX = r"\\boxed +([^\s{}$]+)\$"  # MATH has a few
 # Columns of choices: one of all, or one for each.
 CHOICES = r"(?i:options?|choice|((answer|multiple)_)?choices|candidates)"
 EACH_CHOICE = r"(?i:option|choice)[ _]?[A-Ja-j\d]|[A-J]|a\d"
-OWN_LETTER = r"^\(?([A-Ja-j])[.:)] *"  # before a choice
 
 
 # ---- Answers
@@ -82,10 +77,15 @@ def one_truth(answer: Any, reading: Reading) -> str:
 
 def final_answers(text: str) -> list[str]:
     """The different answers that a text marks as final."""
-    for pattern in FINAL_ANSWERS:
-        answers = [answer.strip() for answer in re.findall(pattern, text)]
+    boxes = boxed_texts(text.replace(r"\fbox", r"\boxed"))
+    for answers in (
+        re.findall(ANSWER_TAGS, text),
+        re.findall(LAST_LINE, text),
+        [box for box in boxes if r"\boxed" not in box],
+        re.findall(UNBRACED_BOX, text),
+    ):
         if answers:
-            return list(dict.fromkeys(answers))
+            return list(dict.fromkeys(answer.strip() for answer in answers))
     return []
 
 
@@ -103,52 +103,74 @@ def final_answer(solution: str) -> str:
 # ---- Choices
 
 
-def find_choices(rest: dict) -> tuple[list[str], list[str]]:
-    """The columns of a row that hold its choices, and the choices; none if they are not texts."""
-    columns = [name for name in rest if name == "choices" or re.fullmatch(CHOICES, name)]
-    each = [name for name in rest if re.fullmatch(EACH_CHOICE, name)]
-    columns = sorted(columns, key=lambda name: name != "choices")[:1] or (
-        each if len(each) > 1 else []
-    )
-    values = [rest[name] for name in columns]
-    if len(values) == 1:
-        values = read_json_text(values[0]) or values[0]
-    if isinstance(values, dict):
-        values = list(values.values())
+def find_choices(reading: Reading) -> tuple[list[str], list[str]]:
+    """The columns of a row that hold its choices, and the choices without their letters; none if they are
+    not texts, or are to be kept unread. Raises UserError: see `in_order`."""
+    rest = {name: part for name, part in reading.rest.items() if name not in reading.how.keep}
+    whole = [name for name in rest if re.fullmatch(CHOICES, name)]
+    columns = sorted(whole, key=lambda name: name != "choices")[:1]
+    # MMBench writes nan for a choice that a row lacks
+    each = [name for name in rest if re.fullmatch(EACH_CHOICE, name) and rest[name] != "nan"]
+    values: Any = {name: rest[name] for name in each}
+    if columns:
+        values = read_json_text(rest[columns[0]]) or rest[columns[0]]
+    elif len(each) > 1:
+        columns = each
+    if isinstance(values, dict) and columns:
+        values = in_order(values)
     if not isinstance(values, list):
         return [], []
     texts = [number_as_text(value) for value in values]
     is_choice = texts and all(isinstance(text, str) for text in texts)
-    return (columns, texts) if is_choice else ([], [])
+    return (columns, without_letters(texts)) if is_choice else ([], [])
+
+
+def in_order(choices: dict) -> list:
+    """Choices by their letters or numbers, with which their names end; by other names as they are. Raises
+    UserError: one is missing."""
+    if not all(re.fullmatch(EACH_CHOICE, name) for name in choices):
+        return list(choices.values())
+    names = sorted(choices, key=lambda name: name[-1].upper())
+    ends = "".join(name[-1].upper() for name in names)
+    if not ascii_uppercase.startswith(ends) and ends not in digits:
+        raise UserError(f"{', '.join(names)}: a choice between them is missing")
+    return [choices[name] for name in names]
+
+
+def without_letters(choices: list[str]) -> list[str]:
+    """Choices without their letters, if each begins with its own: A. cat, B. dog, but not E. coli."""
+    choices = [choice.strip() for choice in choices]
+    patterns = [rf"(?i)\(?{letter}[.:)]\s*" for letter in ascii_uppercase]
+    if all(map(re.match, patterns, choices)):
+        return [re.sub(pattern, "", text, count=1) for pattern, text in zip(patterns, choices)]
+    return choices
 
 
 def take_choices(reading: Reading, prompt: str, answer: str | None) -> tuple[list[str], str | None]:
     """The lines of choices to append to a prompt, and the answer, whose number becomes its letter.
-    Columns of choices that the prompt shows, or will show, count as read. Raises UserError: see
-    `letter_of`."""
-    columns, choices = find_choices(reading.rest)
-    if set(columns) & set(reading.how.keep):
-        return [], answer
-    plain = [re.sub(OWN_LETTER, "", choice) for choice in choices]
+    Choices that the prompt shows, or will show, stay in the row as a list, which rewards read. Raises
+    UserError: see `letter_of`."""
+    columns, choices = find_choices(reading)
     is_shown = all(
-        words_of(text) in words_of(prompt) for text in plain if not re.fullmatch("[A-J]", text)
+        words_of(text) in words_of(prompt) for text in choices if not re.fullmatch("[A-J]", text)
     )
     if not choices or not is_shown and not reading.how.choices:
         return [], answer
     for name in columns:
-        reading.known[name] = reading.rest.pop(name)
-    letters = ascii_uppercase[: len(choices)]
+        del reading.rest[name]
+    reading.known["choices"] = choices
     if answer is not None:
-        answer = letter_of(answer, plain, reading.how.choices)
+        answer = letter_of(answer, choices, reading.how.choices)
     if is_shown:
         return [], answer
-    return [f"{letter}. {text}" for letter, text in zip(letters, plain)], answer
+    return [f"{letter}. {text}" for letter, text in zip(ascii_uppercase, choices)], answer
 
 
 def letter_of(answer: str, choices: list[str], how: str) -> str:
     """The letter of the choice that an answer is, by its number or by its text; other answers as they are.
 
-    how: --choices. Raises UserError: a number, and nothing says where numbers begin.
+    how: --choices. Raises UserError: a number, and nothing says where numbers begin; or the letter of one
+    choice, and the text of another.
     """
     texts = [words_of(choice) for choice in choices]
     begins = re.search(r"\d", how)
@@ -163,6 +185,11 @@ def letter_of(answer: str, choices: list[str], how: str) -> str:
             f"the answer {answer} is the number of one of {len(choices)} choices: --choices letters0 if the "
             "first has number 0, --choices letters1 if it has number 1"
         )
-    if how and texts.count(words_of(answer)) == 1:
-        return ascii_uppercase[texts.index(words_of(answer))]
-    return answer
+    if not how or texts.count(words_of(answer)) != 1:
+        return answer
+    letter = ascii_uppercase[texts.index(words_of(answer))]
+    if answer in [*ascii_uppercase[: len(choices)]] and answer != letter:
+        raise UserError(
+            f"the answer {answer} is the letter of one choice and the text of another: write it by --map"
+        )
+    return letter

@@ -7,7 +7,8 @@ from typing import Any
 
 from common.ground.files import UserError
 from common.rewards.rules import REGION, read_places
-from launch.data.foreign_messages import Options, as_list, read_json_text
+from launch.data.accounts import Row
+from launch.data.foreign_messages import Options, Reading, as_list, read_json_text
 
 BOX_COLUMNS = ("objects", "boxes", "bbox", "gt_bbox", "solution")
 # Keys of a region and of its name. With --boxes, a region needs no key.
@@ -15,17 +16,29 @@ KEYS = ("bbox_2d", "bbox", "box", "Position", "point_2d", "point", "corners", "s
 NAMES = ("label", "ref", "caption", "name", "category")
 # Spaces by ms-swift's bbox_type, old and new, and by a key.
 SPACES = {"norm_1": "1", "norm1": "1", "norm_1000": "1000", "Position": "1000"}
+READ_KEYS = ("", *KEYS, *NAMES, "bbox_type", "image", "image_id", "Confidence")  # Visual-RFT's is 1
 
 
-def take_regions(rest: dict, how: Options) -> tuple[dict | None, list[str]]:
-    """The regions of a row's column of boxes, and the names of its objects, of which there may be more.
-    Raises UserError: the column gives no region."""
+def take_regions(reading: Reading) -> tuple[dict | None, list[str]]:
+    """The regions of a row's column of boxes, and the names of its objects, of which there may be more. Other
+    keys of the objects are entered. Raises UserError: the column gives no region."""
+    rest, how = reading.rest, reading.how
     column = next((name for name in BOX_COLUMNS if name in rest), "")
     value = rest.get(column)
     regions = read_regions(value, how)
     if regions:
         del rest[column]
-        return regions, names_in(read_json_text(value) or value)
+        value = read_json_text(value) or value
+        unread = {}
+        for key, part in parts_of(value):
+            if key not in READ_KEYS:
+                unread.setdefault(key, []).append(part)
+        for key, parts in unread.items():
+            is_one = all(part == parts[0] for part in parts)
+            where = Row(reading.split)
+            reading.account.enter(f"{column}.{key}", parts[0] if is_one else parts, where)
+            reading.known[column] = value
+        return regions, names_in(value)
     is_named = column in rest and column not in ("solution", *how.keep)
     if is_named and (value or value == 0):
         raise UserError(

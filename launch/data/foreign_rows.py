@@ -37,9 +37,9 @@ EXTRA = {"label": "reward_type", "tolerance": "tolerance"}  # of Vero's extra_in
 OURS = ("regions", "rubric", "tolerance", "pair", "benchmark")
 # ... if --columns names them: under these names other systems mean something else.
 JUDGED = ("correct", "score", "critique", "criterion")
-# Names under which a column would change how a trainer reads the row.
+# Names under which a column would change how a trainer or a reward reads the row.
 TAKEN = {"prompt", "question", "messages", "images", "image", "videos", "video", "answer", "label"}
-TAKEN |= {"response", "responses", "preferred", "regions", "rubric", *JUDGED}
+TAKEN |= {"answers", "response", "responses", "preferred", "regions", "rubric", *JUDGED}
 # A list or object as Python prints it.
 PYTHON = r"(?s)\s*(<answer>)?\s*[\[{(].*'.*[\]})]\s*(</answer>)?\s*"
 
@@ -142,7 +142,7 @@ def convert_one(reading: Reading) -> dict:
     rest, how = reading.rest, reading.how
     read = OURS + tuple(name for name in JUDGED if name in how.columns)
     reading.known |= {name: rest.pop(name) for name in read if name in rest}
-    regions, names = take_regions(rest, how)
+    regions, names = take_regions(reading)
     has_objects = regions is not None
     is_pair = foreign_pairs.is_pair(rest)
     converted = foreign_pairs.convert_pair(reading) if is_pair else convert_prompt(reading)

@@ -15,6 +15,7 @@ from common.ground.files import UserError, read_bytes
 
 IMAGE_KEYS = ("bytes", "image", "image_url", "url", "path", "value")
 IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")  # that the trainers read
+PART_KEYS = {"type", "text", "video", "index", *IMAGE_KEYS}
 PICTURE = r"(?is)data:image/.*|\S+\.(bmp|gif|jpe?g|png|tiff?|webp)"  # a response that is one
 
 # Settings of a part for how its image or video is to be read.
@@ -61,6 +62,12 @@ class Images:
     def write_part(self, part: dict) -> dict:
         """A part of a message, with the path of its image if it brings one."""
         check_reading(part)
+        unread = [key for key in part if key not in PART_KEYS and part[key]]
+        if unread:
+            raise UserError(
+                f"{', '.join(unread)} in a part of a message, which nothing reads: {part!r:.80}; --map can "
+                "rename or remove it"
+            )
         if part["type"] == "text":
             return {"type": "text", "text": part.get("text") or part.get("value", "")}
         if part["type"] == "video":

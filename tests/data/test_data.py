@@ -709,6 +709,8 @@ def test_system_prompt_and_column_names(load):
         p.reference
         for p in load([{"prompt": "x", "solution": "s", "answer": "a"}], "answer=solution")
     ] == ["s"]
+    (prompt,) = load([{"input": "x", "label": "4"}], "prompt=input,answer=label")  # OpenRLHF's
+    assert (prompt.reference, prompt.label) == ("4", None)
 
 
 @pytest.mark.parametrize(

@@ -333,6 +333,10 @@ def test_videos(tmp_path):
   "image": "a.png"},
  {"prompt": "How many?", "answer": "\\frac{1}{2}",
   "solution": "So $\\boxed{\\frac{1}{2}}$, yes, $\\boxed{\\frac{1}{2}}$."}],
+["MATH, braces in braces",
+ {"problem": "2?", "solution": "So $\\boxed{\\frac{\\sqrt{a^{2}+b^{\\frac{1}{2}}}}{2}}$."},
+ {"answer": "\\frac{\\sqrt{a^{2}+b^{\\frac{1}{2}}}}{2}", "prompt": "2?",
+  "solution": "So $\\boxed{\\frac{\\sqrt{a^{2}+b^{\\frac{1}{2}}}}{2}}$."}],
 ["MATH, no braces",
  {"problem": "2?", "solution": "So $\\boxed 2$."},
  {"answer": "2", "prompt": "2?", "solution": "So $\\boxed 2$."}],
@@ -786,6 +790,15 @@ def test_a_kept_column_replaces_none_of_ours(tmp_path):
     assert converted["original_score"] == 1
 
 
+def test_choices_that_are_called_answers_are_no_truths(tmp_path):
+    """SAT's: words and anls of launch/reward_vision.py take any of `answers`."""
+    row = {"question": "x?", "answers": ["left", "right"], "correct_answer": "right"}
+    (converted,) = run(tmp_path, [row], "--columns answer=correct_answer --keep answers")
+    assert converted == {"prompt": "x?", "images": [], "answer": "right"} | {
+        "original_answers": ["left", "right"]
+    }
+
+
 def test_a_column_that_columns_replaces_is_listed(tmp_path, capsys):
     rows = run(tmp_path, [{"prompt": "x", "answer": "a", "label": "b"}], "--columns answer=label")
     assert rows == [{"prompt": "x", "images": [], "answer": "b", "original_answer": "a"}]
@@ -1100,6 +1113,35 @@ def test_choices_are_in_the_prompt(tmp_path, capsys, source, row, message):
             "",
             "A",
         ),
+        (
+            "PMC-VQA",
+            {"Choice A": " A: up ", "Choice B": " B: left ", "answer": "left"},
+            "letters",
+            "A. up\nB. left",
+            "B",
+        ),
+        (
+            "an object",
+            {"options": {"B": "left", "A": "up"}, "answer": "B"},
+            "letters",
+            "A. up\nB. left",
+            "B",
+        ),
+        ("JSON", {"options": '["up", "left"]', "answer": "B"}, "letters", "A. up\nB. left", "B"),
+        (
+            "MMBench's nan",
+            {"A": "up", "B": "left", "C": "nan", "answer": "B"},
+            "letters",
+            "A. up\nB. left",
+            "B",
+        ),
+        (
+            "names with letters",
+            {"choices": ["E. coli", "S. aureus"], "answer": 1},
+            "letters0",
+            "A. E. coli\nB. S. aureus",
+            "B",
+        ),
         ("none", {"answer": "red"}, "letters", "", "red"),
     ],
 )
@@ -1108,6 +1150,25 @@ def test_choices_become_lines_of_the_prompt(tmp_path, source, row, how, prompt, 
     (converted,) = run(tmp_path, [row], "--choices", how)
     assert converted["prompt"] == "\n".join(filter(None, [row["question"], prompt]))
     assert converted["answer"] == answer
+    if prompt:  # for launch/reward_vision.py:choice
+        assert converted["choices"] == [line.split(". ", 1)[1] for line in prompt.split("\n")]
+
+
+@pytest.mark.parametrize(
+    "row, problem",
+    [
+        (
+            {"choices": ["C", "A"], "answer": "A"},
+            "the answer A is the letter of one choice and the",
+        ),
+        ({"A": "up", "C": "left", "answer": "C"}, "A, C: a choice between them is missing"),
+    ],
+)
+def test_a_letter_that_could_be_another_choice_is_an_error(tmp_path, capsys, row, problem):
+    row = {"question": "Which?"} | row
+    assert problem in stopped(tmp_path, capsys, [row], "--choices letters")
+    names = ",".join(row.keys() - {"question", "answer"})
+    assert run(tmp_path, [row], "--keep", names)[0]["answer"] == row["answer"]
 
 
 @pytest.mark.parametrize(
@@ -1217,6 +1278,16 @@ def test_a_box_column_without_a_region_is_an_error(tmp_path, capsys):
         in problem
     )
     assert run(tmp_path, [row], "--keep bbox")[0]["bbox"] == [1, 2, 3, 4]
+
+
+def test_keys_of_objects_are_read_or_end_the_conversion(tmp_path, capsys):
+    """COCO's area, whose boxes have sizes."""
+    objects = {"bbox": [[1, 2, 3, 4], [5, 6, 7, 8]], "category": ["a", "b"], "area": [12, 56]}
+    row = {"question": "Where?", "objects": objects}
+    assert "--keep objects.area\n" in stopped(tmp_path, capsys, [row], "--boxes sizes")
+    (converted,) = run(tmp_path, [row], "--boxes sizes --keep objects.area")
+    assert converted["regions"]["boxes"] == [[1, 2, 4, 6], [5, 6, 12, 14]]
+    assert converted["objects"] == objects
 
 
 def test_several_columns_become_a_list(tmp_path):
@@ -1414,6 +1485,10 @@ def embedded(row):
 [{"query": "Where?", "objects": "[{\"bbox\": [1, 2, 3, 4], \"image\": 1}]"},
  "objects of another image than the first"],
 [3, "no row as in the tables of --help: 3"],
+[{"messages": [{"role": "user", "content": [{"type": "image", "base64": "ONE"}]}]},
+ "base64 in a part of a message, which nothing reads"],
+[{"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "is_hint": true}]}]},
+ "is_hint in a part of a message, which nothing reads"],
 [{"messages": [{"role": "user", "content": [{"type": "image", "image": "ONE", "resized_height": 280}]}]},
  "resized_height of one picture or film: the trainers read all alike"],
 [{"messages": [{"role": "user", "content": [{"type": "video", "video": ["ONE"], "sample_fps": 1}]}]},
