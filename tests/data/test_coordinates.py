@@ -154,7 +154,7 @@ def test_marks_and_regions_are_as_many():
         assert marked(text, regions) == text
     framed = marked("<ref>cups</ref><box>[<box>, <box>]</box>", regions)  # as InternVL writes them
     assert framed == "<ref>cups</ref><box>[[100, 167, 500, 667], [1, 3, 3, 7]]</box>"
-    framed = write_marks("<box><box></box> and <box><box></box>", regions)  # as Qwen-VL
+    framed = marked("<box><box></box> and <box><box></box>", regions)  # as Qwen-VL
     assert framed == "<box>[100, 167, 500, 667]</box> and <box>[1, 3, 3, 7]</box>"
     for text, problem in {"<box>": "1 <box> in the response for 2", "<point>": "1 <point>"}.items():
         with user_error(problem):
