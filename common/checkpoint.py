@@ -18,7 +18,6 @@ import shutil
 import socket
 import time
 from collections.abc import Callable, Container, Mapping
-from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -58,7 +57,7 @@ from common.logging import Metrics, due, how_to_go_on
 from common.model import weights
 from common.model.fsdp import Trainable
 from common.model.vlm import Wrapper
-from common.run_folder import launcher, lock_folder, step_folders, write_holder
+from common.run_folder import lock_folder, note_stop, step_folders
 
 # By role: actor, critic, judge; and a reference that moves, which has no optimizer.
 Roles = Mapping[str, Trainable | Wrapper]
@@ -239,9 +238,11 @@ def make_stager() -> DefaultStager:
 class Writer(HuggingFaceStorageWriter):
     """Writes the files of this rank when it is its turn (--save_strategy)."""
 
-    def __init__(self, folder: Path, state: str, strategy: str, group: Any):
+    future: Any  # of the whole save, once it has begun
+
+    def __init__(self, folder: Path, step: int, state: str, strategy: str, group: Any):
         super().__init__(str(folder), save_distributed=True)
-        self.folder, self.group = folder, group
+        self.folder, self.step, self.group = folder, step, group
         self.state = state  # of state.json, which rank 0 writes
         self.digests: dict[str, str] | None = None  # the sha256 of each file, once all are written
         self.turn, self.turns = 0, 0  # all ranks at once
@@ -308,7 +309,7 @@ class Checkpoints:
         # The last finished step and its state.json; None: an update has changed weights since.
         self.finished: tuple[int, str] | None = None
         self.saved_step = 0  # the newest that is committed
-        self.pending: tuple[int, Writer, Future] | None = None  # the save in flight, of which step
+        self.pending: Writer | None = None  # of the save in flight
         self.failed = 0  # saves in a row
         self.problem = ""  # of the last save
         self.waited = 0.0  # seconds that training waited for saves since they were last recorded
@@ -496,7 +497,7 @@ class Checkpoints:
         self.best = best
         if step != best or self.args.eval_only or not self.args.save_every:
             return
-        if self.pending and self.pending[0] == step:
+        if self.pending and self.pending.step == step:
             return  # `commit` names it
         with raise_on_all_ranks(f"{self.folder}/best: "):
             is_saved = from_main((self.folder / f"step-{step}").exists())
@@ -514,11 +515,7 @@ class Checkpoints:
         if step > self.saved_step:
             self.save(step)
             self.finish()
-        launchers = gather_objects(launcher())
-        if self.lock:
-            self.lock.seek(0)
-            holder = json.loads(self.lock.read())
-            write_holder(self.lock, holder | {"stopped": sorted(set(launchers))})
+        note_stop(self.lock)
         return True
 
     def begin_update(self, *_) -> None:
@@ -551,20 +548,20 @@ class Checkpoints:
         assert self.finished and self.finished[0] == step
         _, text = self.finished
         folder = self.folder / f".tmp-step-{step}"
-        writer = Writer(folder, text, self.args.save_strategy, self.group)
+        writer = Writer(folder, step, text, self.args.save_strategy, self.group)
         if not KEEPS_STAGER:
             self.stager = make_stager()
-        done: Any = dcp.async_save(
+        writer.future = dcp.async_save(
             training_state(self.roles),
             storage_writer=writer,
             process_group=self.group,
             async_stager=self.stager,
         )
-        self.pending = step, writer, done
+        self.pending = writer
 
     def commit_if_written(self) -> None:
         """Commit the save in flight if it has been written on all ranks."""
-        if self.pending is not None and all(gather_objects(self.pending[2].done())):
+        if self.pending is not None and all(gather_objects(self.pending.future.done())):
             self.finish()
 
     def finish(self) -> None:
@@ -578,33 +575,33 @@ class Checkpoints:
         """Wait for the save in flight, if there is one, and commit it. A failure is a warning."""
         if self.pending is None:
             return
-        (step, writer, done), self.pending = self.pending, None
+        writer, self.pending = self.pending, None
         place = f"rank {dist.get_rank()} on {socket.gethostname()}: "
         try:
             with raise_on_all_ranks(place):
-                digests = self.wait_for(writer, done)
+                digests = self.wait_for(writer)
             parts = gather_objects(digests)
             with raise_on_all_ranks(place):
                 if is_main():
-                    self.commit(step, writer.folder, parts)
+                    self.commit(writer.step, writer.folder, parts)
         except UserError as error:
-            self.problem = f"the checkpoint of step {step} was not saved: {error}"
+            self.problem = f"the checkpoint of step {writer.step} was not saved: {error}"
             self.failed += 1
             if is_main():  # the disk may be full of it
                 shutil.rmtree(writer.folder, ignore_errors=True)
             say_once(f"warning: {self.problem}")
             self.group = self.new_group()  # ranks may wait in the old one
         else:
-            self.saved_step, self.failed, self.problem = step, 0, ""
+            self.saved_step, self.failed, self.problem = writer.step, 0, ""
 
-    def wait_for(self, writer: Writer, done: Future) -> dict[str, str] | None:
+    def wait_for(self, writer: Writer) -> dict[str, str] | None:
         """The sha256 of each file that this rank has written. Raises OSError: this rank has failed, or
         another that had to write before it."""
         limit = 0.8 * self.args.timeout  # less than the other ranks wait for this one
         try:
-            done.result(limit)
+            writer.future.result(limit)
         except TimeoutError as error:
-            GIVEN_UP.append(done)
+            GIVEN_UP.append(writer.future)
             if writer.digests is None:
                 raise OSError(f"not written within {limit:g} s, 0.8 of --timeout") from error
         except CheckpointException as error:

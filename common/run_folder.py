@@ -2,6 +2,7 @@
 
 choose_folder     the folder of a run without --out
 lock_folder       makes this the only live run of a folder
+note_stop         notes that a signal has stopped the run
 leave_if_stopped  a worker that torchrun has started anew, though a signal stopped the run, ends
 step_folders      the checkpoints in a folder
 """
@@ -18,7 +19,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO
 
-from common.distributed import from_main, is_main, raise_on_all_ranks
+from common.distributed import from_main, gather_objects, is_main, raise_on_all_ranks
 from common.flags import RunArgs, SomeArgs
 from common.ground.files import UserError, follow_pointer, read_json, say, write_link
 from common.ground.process import EXIT_PREEMPTED, Exit, keep_errors
@@ -159,6 +160,16 @@ def take_lock(path: Path, mine: dict, advice: str) -> TextIO:
         say(f"warning: a second run in {path.parent} would not be refused: {error}")
     write_holder(lock, mine)
     return lock
+
+
+def note_stop(lock: TextIO | None) -> None:
+    """Note in the lock, which rank 0 has, that a signal has stopped this run: see `leave_if_stopped`. All
+    ranks must call."""
+    launchers = gather_objects(launcher())
+    if lock:
+        lock.seek(0)
+        holder = json.loads(lock.read())
+        write_holder(lock, holder | {"stopped": sorted(set(launchers))})
 
 
 def write_holder(lock: TextIO, holder: dict) -> None:
