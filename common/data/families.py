@@ -16,7 +16,6 @@ A new family is a new class here, one entry in CLASSES, and a test: common/READM
 import copy
 import math
 import re
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -27,6 +26,7 @@ import torch.nn.functional as F
 import transformers
 from PIL import Image
 from torch import Tensor
+from transformers.models.glm4v.image_processing_pil_glm4v import smart_resize as smart_resize_glm
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize as smart_resize_clip
 
@@ -421,9 +421,8 @@ class Glm(Qwen):
 
     def resized(self, height: int, width: int, low: int, high: int) -> tuple[int, int]:
         """GLM's bounds are for as many frames together as a patch is deep."""
-        rule = sys.modules[type(self.image_processor).__module__].smart_resize
         with explained("the image cannot be resized"):
-            return rule(self.depth, height, width, self.depth, self.side, low, high)
+            return smart_resize_glm(self.depth, height, width, self.depth, self.side, low, high)
 
 
 class Exaone(Qwen):

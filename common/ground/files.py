@@ -159,7 +159,8 @@ def check_form(value: Any, form: Any, name: str) -> None:
         for item in value:
             check_form(item, form[0], name)
     elif isinstance(form, dict):
-        for key, part in (dict.fromkeys(value, form[str]) if str in form else form).items():
+        parts = dict.fromkeys(value, form[str]) if str in form else form
+        for key, part in parts.items():
             entry = value.get(key.removesuffix("?"))
             if entry is not None or not key.endswith("?"):
                 check_form(entry, part, f"{name}: {key.removesuffix('?')}")
