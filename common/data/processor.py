@@ -210,7 +210,7 @@ class Processor:
         image and clip expanded, and how many of these are image tokens.
 
         Raises UserError: a reserved token in a message, a template that fails, not one placeholder
-        per image or clip, or far more than ``limit`` tokens; the caller checks the exact limit.
+        per image or clip, or more than ``limit`` tokens.
         """
         text = self.render(messages, add_generation_prompt=True)
         self.check_length("prompt", text, limit)
@@ -219,6 +219,10 @@ class Processor:
         # exception are families whose processors let it add a BOS that the template lacks.
         has_bos = not self.family.media or text.startswith(self.tokenizer.bos_token or "")
         ids = self.ids_with_images(expanded, counts, add_special_tokens=not has_bos)
+        if len(ids) > limit:
+            raise UserError(
+                f"prompt too long: {len(ids)} tokens, {sum(counts)} of them of images; the limit is {limit}"
+            )
         return text, ids, sum(counts)
 
     def ids_with_images(

@@ -1,6 +1,6 @@
 """JSONL rows to prompts.
 
-    file   -> lines -> JSON objects -> prompt and media            read_rows, load_prompts
+    file   -> lines with JSON objects -> prompt and media          parse_lines, read_rows, load_prompts
     prompt -> messages as parts, media in their places             message_turns, place_media
            -> chat template -> token ids, placeholders expanded    make_prompt -> Prompt
 
@@ -9,9 +9,9 @@ needs them. A user's mistake is a UserError that names the file, the line and th
 """
 
 import itertools
-import math
 import os
 import re
+import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -64,11 +64,12 @@ READ_ELSEWHERE = "conversations history input instruction objects reward_model s
 # What is not a path: URLs, base64 of PNG, JPEG, GIF and WebP, and names that no file can have.
 NO_PATH = r"(?s)(https?|data|file):|iVBORw0KGgo|/9j/|R0lGOD|UklGR|.*[\0\ud800-\udfff]|.{4097}|$"
 # How columns of images look when printed by Python.
-IMAGES = r"(?i)\.(bmp|gif|jpe?g|png|tiff?|webp)'|'(data:image|iVBORw0KGgo|/9j/)"
-MESSAGES = r"""\s*(\[\s*\{\s*["'](content|value)|\[?\s*\{\s*["'](role|from))["']\s*:"""  # as text
+PRINTED_IMAGES = r"(?i)\.(bmp|gif|jpe?g|png|tiff?|webp)'|'(data:image|iVBORw0KGgo|/9j/)"
+JSON_CHAT = r"""\s*(\[\s*\{\s*["'](content|value)|\[?\s*\{\s*["'](role|from))["']\s*:"""
 # How other systems write the place of one of several images.
 NUMBERED_IMAGE = r"(?i)<\|?(image|img)[ _-]?\d+\|?>"
 WORKED_SOLUTION = r"(?m)^####.*\s*\Z|.\\boxed|<answer>"
+UNBOUNDED = DataArgs(max_prompt_tokens=sys.maxsize)
 Media = str | tuple[str, ...]  # the path of an image; of a clip its file, or those of its frames
 
 
@@ -231,11 +232,11 @@ def load_prompts(
         )
         return with_regions(prompt)
 
-    parsed = parse_rows(path)
-    check_columns(path, objects_of(parsed), columns)
-    prompts = read_rows(path, parsed, build, args)
+    lines = parse_lines(path)
+    check_columns(path, objects_of(lines), columns)
+    prompts = read_rows(path, lines, build, args)
     if not env:
-        tell_unread(path, parsed, {*columns.values(), "videos", "rubric", "regions"})
+        tell_unread(path, lines, {*columns.values(), "videos", "rubric", "regions"})
     tell_numbered_images(path, prompts)
     worked = any(re.search(WORKED_SOLUTION, prompt.reference or "") for prompt in prompts)
     if worked:
@@ -313,16 +314,16 @@ class BadRow(str):
     """What is wrong with a row, with file and line."""
 
 
-Parsed = tuple[int, dict | BadRow]  # the number of a line, and its object or what is wrong with it
+Line = tuple[int, dict | BadRow]  # the number of a line, and its object or what is wrong with it
 
 
 def read_rows(
     path: str,
-    parsed: list[Parsed],
+    lines: list[Line],
     build: Callable[[dict, dict], Row],
     args: DataArgs,
 ) -> list[Row]:
-    """``build(row, fields)`` of every row that was ``parsed`` from a file, in file order.
+    """``build(row, fields)`` of every row in the lines of a file, in their order.
     ``fields`` are those of `Prompt` about the origin of a row: index, source, row and folder.
     A row for which ``build`` raises stops the run or is skipped, by --on_bad_row.
     """
@@ -343,18 +344,18 @@ def read_rows(
 
     Image.init()  # or the threads would race to load the plugins
     with ThreadPoolExecutor(8) as pool:  # headers wait for the file system, not for the processor
-        rows = list(pool.map(read_row, range(len(parsed)), *zip(*parsed)))
+        rows = list(pool.map(read_row, range(len(lines)), *zip(*lines)))
     bad = [row for row in rows if isinstance(row, BadRow)]
     is_error = args.on_bad_row == "error" or len(bad) == len(rows)
     report_bad(path, bad, len(rows), is_error, LEAVE_OUT)
     return [row for row in rows if not isinstance(row, BadRow)]
 
 
-def tell_unread(path: str, parsed: list[Parsed], known: Collection[str]) -> None:
+def tell_unread(path: str, lines: list[Line], known: Collection[str]) -> None:
     """Print which columns of rows are none of the ``known`` ones: one may be misspelled, or contain what
     other systems read."""
     unread = set()
-    for row in objects_of(parsed):
+    for row in objects_of(lines):
         for column in row.keys() - known:
             plural = f"{column}s"  # see `media_list`
             if plural not in known or row.get(plural):
@@ -369,10 +370,10 @@ def count_rows(path: str) -> int:
     return sum(bool(line.strip()) for line in read_jsonl(path).split(b"\n"))
 
 
-def parse_rows(path: str) -> list[Parsed]:
+def parse_lines(path: str) -> list[Line]:
     """Every line of a JSONL file but blank ones. Raises UserError: there is none, or it is another kind of
     file."""
-    parsed, name = [], os.path.basename(path)
+    lines, name = [], os.path.basename(path)
     # Bytes: JSON strings may contain other line separators, but only \n ends a row.
     for number, line in enumerate(read_jsonl(path).split(b"\n"), 1):
         if not line.strip():
@@ -383,14 +384,14 @@ def parse_rows(path: str) -> list[Parsed]:
                 raise UserError(f"a row must be a JSON object, not {row!r:.80}")
         except UserError as error:
             row = BadRow(f"{name}:{number}: {error}")
-        parsed.append((number, row))
-    if not parsed:
+        lines.append((number, row))
+    if not lines:
         raise UserError(f"{path}: empty file, no rows")
-    return parsed
+    return lines
 
 
-def objects_of(parsed: list[Parsed]) -> list[dict]:
-    return [row for _, row in parsed if isinstance(row, dict)]
+def objects_of(lines: list[Line]) -> list[dict]:
+    return [row for _, row in lines if isinstance(row, dict)]
 
 
 def read_jsonl(path: str) -> bytes:
@@ -417,7 +418,7 @@ def read_jsonl(path: str) -> bytes:
 
 def describe_column(column: str, value: Any) -> str:
     """The name of a column that is not read, with a hint if perhaps it should be."""
-    if re.search(IMAGES, f"{value!r:.2000}") or column in READ_ELSEWHERE and value:
+    if re.search(PRINTED_IMAGES, f"{value!r:.2000}") or column in READ_ELSEWHERE and value:
         return f"{column!r} (images, or part of prompt or answer? see --columns, launch/data/convert.py)"
     return repr(column)
 
@@ -511,7 +512,7 @@ def read_messages(prompt: str | list) -> list[dict]:
     neither. Raises UserError: something in them is no message."""
     turns = prompt
     if isinstance(prompt, str):
-        is_json = re.match(MESSAGES, prompt)
+        is_json = re.match(JSON_CHAT, prompt)
         turns = parse_json(prompt, "prompt") if is_json else [{"role": "user", "content": prompt}]
     return [_read_turn(turn) for turn in turns] if isinstance(turns, list) else []
 
@@ -657,7 +658,7 @@ def make_prompt(
     processor: Processor,
     prompt: str | list,
     media: Sequence[Media] = (),
-    args: DataArgs | None = None,
+    args: DataArgs = UNBOUNDED,
     system_prompt: str = "",
     grids: tuple | None = None,
     **fields: Any,
@@ -667,7 +668,7 @@ def make_prompt(
     Args:
         prompt: text or messages.
         media: paths, relative to the folder.
-        args: the longest prompt, and the folder in which all images must lie; None: no such bounds.
+        args: the longest prompt, and the folder in which all images must lie.
         grids: of the media, if they are known; no header is read then.
         fields: the further ones of `Prompt`.
     """
@@ -681,20 +682,13 @@ def make_prompt(
                 "of them"
             )
         messages.insert(0, {"role": "system", "content": [{"type": "text", "text": system_prompt}]})
-    root = args.image_root if args else ""
-    paths = tuple(locate(item, fields.get("folder", ""), root) for item in items)
+    paths = tuple(locate(item, fields.get("folder", ""), args.image_root) for item in items)
     check_media(processor, paths)
     places = ()
     if grids is None:
         measured = [measure(processor, path, len(paths)) for path in paths]
-        grids, places = (tuple(column) for column in zip(*measured)) if measured else ((), ())
-    limit = args.max_prompt_tokens if args else math.inf
-    text, input_ids, image_tokens = processor.encode(messages, grids, limit)
-    if len(input_ids) > limit:
-        raise UserError(
-            f"prompt too long: {len(input_ids)} tokens, {image_tokens} of them of images; "
-            f"the limit is {limit}"
-        )
+        grids, places = zip(*measured) if measured else ((), ())
+    text, input_ids, image_tokens = processor.encode(messages, grids, args.max_prompt_tokens)
     return Prompt(messages, text, paths, grids, input_ids, image_tokens, places=places, **fields)
 
 

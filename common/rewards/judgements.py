@@ -36,7 +36,7 @@ from common.data.rows import (
     make_prompt,
     media_list,
     message_turns,
-    parse_rows,
+    parse_lines,
     read_messages,
     read_rows,
     tell_numbered_images,
@@ -478,9 +478,9 @@ def load_judgements(
             examples.append(Example(prompt, target, text))
         return examples
 
-    parsed = parse_rows(path)
-    examples = list(itertools.chain(*read_rows(path, parsed, build, args)))
-    tell_unread(path, parsed, JUDGEMENT_COLUMNS)
+    lines = parse_lines(path)
+    examples = list(itertools.chain(*read_rows(path, lines, build, args)))
+    tell_unread(path, lines, JUDGEMENT_COLUMNS)
     tell_numbered_images(path, [example.prompt for example in examples])
     return examples
 

@@ -330,7 +330,7 @@ def test_questions_are_those_it_was_trained_on(qwen25, picture_rows, judges, tmp
             "both",
         )
         trained = judgements.make_prompt(
-            processor, example.question, example.images, None, example.instruction
+            processor, example.question, example.images, system_prompt=example.instruction
         )
         assert prompt.text == trained.text
         assert prompt.images == trained.images
