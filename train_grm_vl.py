@@ -28,9 +28,9 @@ file. "source" is optional in every kind, "videos" in those with text to judge. 
                 "criterion": "names the animal", "correct": true}
     score      {"question": "what is this?", "images": ["x.png"], "response": "a cat", "score": 4}
 
-Of messages that end with the assistant's, every answer is learned, in one packed row, but for those
-with "loss": false or "weight": 0; a thought may stand in "reasoning_content". An evaluation generates
-the last answer.
+If a row's messages end with the assistant's, every answer is learned, in one packed row, except those
+with "loss": false or "weight": 0; "reasoning_content" may hold a thought. An evaluation generates the
+last answer.
 
 Pairs are shown in both orders (--orders); {A} and {B} in a critique become the names that the two
 sides have in that order. The template of its kind turns a row into a question (--templates). The

@@ -233,15 +233,15 @@ class RolloutArgs:
 
     rollouts_per_step: int = flag(
         1,
-        "rollouts per step, which share --prompts_per_step equally and whose samples are pooled for "
-        "the updates; must divide --prompts_per_step",
+        "rollouts per step: each takes an equal part of --prompts_per_step, and updates use the samples of "
+        "all; must divide --prompts_per_step",
         low=1,
     )
     samples_per_prompt: int = flag(4, "samples per prompt", low=1)
     max_new_tokens: int = flag(512, "longest response, tokens", low=1)
     min_new_tokens: int = flag(
         0,
-        "shortest response, tokens: before that, stop tokens are banned and stop strings deferred",
+        "shortest response, tokens: until then, stop tokens are banned and stop strings have to wait",
     )
     temperature: float = flag(
         1.0,
@@ -272,7 +272,7 @@ class RolloutArgs:
     )
     replay_experts: bool = flag(
         True,
-        "mixtures: updates choose the experts that were recorded while sampling, so that the model that is "
+        "mixtures of experts: updates reuse the experts recorded while sampling, so that the model that is "
         "trained is the one that sampled; the router still learns",
     )
 
@@ -416,8 +416,8 @@ class AlgorithmArgs:
     importance_cap: float = flag(
         0.0,
         "above 0: recompute old log-probs in a forward pass instead of taking the sampler's, "
-        "and weight each token by its recomputed probability over the sampler's, at most this (2 is "
-        "usual)",
+        "and weight each token by its recomputed probability over the sampler's, capped at this value "
+        "(2 is usual)",
     )
 
 
@@ -668,8 +668,8 @@ def check_environment(
             )
         if "grm" in kinds and environment.shows_images:
             raise UserError(
-                "--reward grm: a judge reads conversations, but sees no images of an environment (a class "
-                "that never shows images says pictures = False)"
+                "--reward grm: a judge reads conversations, but sees no images of an environment (set "
+                "pictures = False in a class that never shows images)"
             )
         environments.check_model(environment, rows.processor)
     elif "env" in kinds:

@@ -37,7 +37,7 @@ def encode(value: Any) -> bytes:
     try:
         content = json.dumps(value, default=describe).encode()
     except (TypeError, ValueError, RecursionError) as error:
-        raise UserError(f"it returned what is no plain data: {error}") from error
+        raise UserError(f"it returned something that is not plain data: {error}") from error
     if len(content) > MOST_BYTES:
         raise UserError(f"it returned {len(content):,} bytes, more than {MOST_BYTES:,}")
     return content

@@ -378,8 +378,8 @@ class Checkpoints:
         if choice == "never":
             if ours or (out / "metrics.jsonl").exists():
                 raise UserError(
-                    f"--resume never: {out} already holds a run; choose another --out, or go on with it "
-                    "by --resume auto"
+                    f"--resume never: {out} already holds a run; choose another --out, or resume it by "
+                    "--resume auto"
                 )
             return []
         if not ours or self.args.eval_only:
@@ -473,8 +473,8 @@ class Checkpoints:
         )
         if others and path.parent == self.folder and not names_it:
             raise UserError(
-                f"{path} is of another run: {'; '.join(others)}. Choose another --out; with "
-                f"--resume {path} as well it starts from this checkpoint"
+                f"{path} is of another run: {'; '.join(others)}. Choose another --out; "
+                f"to start it from this checkpoint, add --resume {path}"
             )
         return changed
 

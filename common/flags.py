@@ -420,7 +420,7 @@ def check_shared(refuse: Refusals, args: Any) -> None:
     )
     refuse(
         args.train_vision and args.lora_rank,
-        f"--train_vision excludes --lora_rank {args.lora_rank}: adapters are of the language model",
+        f"--train_vision excludes --lora_rank {args.lora_rank}: only the language model has adapters",
     )
     refuse(
         args.max_prompt_tokens > args.max_tokens_per_pack,
@@ -453,7 +453,7 @@ def parse_datasets(spec: str) -> list[tuple[str, float | None]]:
             the files only.
     """
     if "," in spec and os.path.exists(spec):
-        raise UserError(f"{spec}: a comma separates files, and is in this path; rename it")
+        raise UserError(f"{spec}: this path contains a comma, which separates files; rename it")
     sets = []
     for part in filter(None, map(str.strip, spec.split(","))):
         path, _, weight = part.rpartition(":")
@@ -473,7 +473,7 @@ def parse_datasets(spec: str) -> list[tuple[str, float | None]]:
 def check_eval_data(spec: str) -> None:
     """Raises UserError: see `parse_datasets`; every row is evaluated once."""
     if any(weight is not None for _, weight in parse_datasets(spec)):
-        raise UserError(f"{spec}: every row is evaluated once, so its files have no weights")
+        raise UserError(f"{spec}: evaluation files take no weights, as every row is evaluated once")
 
 
 def parse_template_options(text: str) -> dict:
@@ -511,14 +511,14 @@ class ModelArgs:
     attention: str = flag(
         "auto",
         "attention back-end. auto: flash_attn if installed, else torch's varlen; sdpa on CPU. fa4 and fa3: "
-        "varlen with kernels of FlashAttention 4 or 3, in all but rollouts (Hopper; fa4 also Blackwell)",
+        "varlen with kernels of FlashAttention 4 or 3, except in rollouts (Hopper; fa4 also Blackwell)",
         choices=("auto", "flash_attn", "varlen", "fa4", "fa3", "sdpa"),
     )
     gradient_checkpointing: str = flag(
         "auto",
-        "recompute layers in the backward pass: less memory, about 30 % more time. auto: on a GPU, no "
-        "more than memory requires, perhaps with smaller packs (launch/plan.py prints the choice); "
-        "never on a CPU",
+        "recompute layers in the backward pass: less memory, about 30 % more time. auto: on a GPU, as "
+        "few layers as memory allows, perhaps with smaller packs (launch/plan.py prints the choice); "
+        "none on a CPU",
         choices=("auto", "on", "off"),
     )
     train_vision: bool = flag(
@@ -601,7 +601,7 @@ class DataArgs:
     image_root: str = flag(
         "",
         "folder of images and videos: paths are relative to the rows' file, or to this folder; files "
-        "outside of the folder, once links are resolved, are refused; empty: any file",
+        "outside of this folder (with links resolved) are refused; empty: any file",
         paths=True,
         check=check_folder,
     )
@@ -651,14 +651,14 @@ class CheckpointArgs:
     keep_last: int = flag(2, "complete checkpoints kept", low=1)
     keep_gb: float = flag(
         0.0,
-        "disk space of complete checkpoints, 10^9 bytes: beyond it the oldest are deleted, never "
+        "largest disk space of complete checkpoints, 10^9 bytes: the oldest are deleted, but never "
         "the newest; 0: no limit",
     )
     keep_best: str = flag(
         "",
-        "metric of evaluations, as eval/accuracy_reward_mean, or min:eval/loss where less is better: "
-        "export/best and one more checkpoint than --keep_last have the weights of the best evaluation "
-        "so far; empty: none",
+        "metric of evaluations, such as eval/accuracy_reward_mean, or min:eval/loss if less is better: "
+        "export/best and a checkpoint besides those of --keep_last have the weights of the best "
+        "evaluation so far; empty: none",
     )
     save_strategy: str = flag(
         "unrestricted",
@@ -687,7 +687,7 @@ class RunArgs:
 
     out: Path = flag(
         Path("runs/<time>"),
-        "output folder; without it a new one, which runs/latest then names",
+        "output folder; by default a new one, to which runs/latest links",
     )
     seed: int = flag(0, "seed of sampling and data order", high=2**32 - 1)
     eval_every: int = flag(
@@ -699,7 +699,7 @@ class RunArgs:
     eval_only: bool = flag(False, "evaluate the model and stop")
     log_samples: int = flag(
         4,
-        "prompts whose samples are shown as pictures, after each evaluation and some steps (there with "
+        "prompts whose samples are recorded as pictures, in evaluations and some steps (in steps also with "
         "the numbers of every token); 0: no samples of steps are written",
     )
     timeout: float = flag(

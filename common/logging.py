@@ -312,7 +312,7 @@ class RunLogger:
         if self._evaluations and not values:
             known = {key for each in self._evaluations.values() for key in each}
             names = sorted(key for key in known if key.startswith("eval/"))
-            raise UserError(f"--keep_best {metric}: evaluations have {', '.join(names)}")
+            raise UserError(f"--keep_best {metric}: evaluations only have {', '.join(names)}")
         # the model as it came, before the first step, is no result of the run
         steps = [step for step in sorted(values) if step]
         return max(steps, key=lambda step: sign * values[step], default=None)

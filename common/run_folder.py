@@ -86,7 +86,7 @@ def mention_unfinished(folder: Path, fingerprint: dict) -> None:
     if is_same and step < before["steps"]:
         say(
             f"this is a new run; {folder}, of the same model and data, has stopped after step {step} of "
-            f"{before['steps']}: --config {folder}/args.json goes on with it"
+            f"{before['steps']}: --config {folder}/args.json resumes it"
         )
 
 

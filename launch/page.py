@@ -385,7 +385,7 @@ def main(argv: list[str]) -> None:
     say(
         f"wrote {args.out}, {args.out.stat().st_size / 2**20:.1f} MiB{copies}: open it in a browser"
     )
-    say("before you pass it on: it holds all samples, flags, paths, and names of hosts in them")
+    say("before you share it: it contains all samples, flags and paths, and the host names in them")
 
 
 if __name__ == "__main__":

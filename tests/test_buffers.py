@@ -256,7 +256,7 @@ def test_bad_datasets(spec, message):
 
 def test_a_comma_in_the_path_of_rows_is_told(tmp_path):
     (tmp_path / "a,b.jsonl").touch()
-    with user_error("a comma separates files, and is in this path"):
+    with user_error("this path contains a comma, which separates files"):
         parse_datasets(str(tmp_path / "a,b.jsonl"))
 
 

@@ -535,7 +535,7 @@ def test_other_rows():
         None,
     ]
     row = JUDGEMENTS[7] | {"critique": "not <answer>no</answer>"}
-    with pytest.raises(ValueError, match="has no <answer>"):
+    with pytest.raises(ValueError, match="have no <answer>"):
         judgements.read_judgement(row, judge, "both")
 
 
@@ -544,7 +544,7 @@ BAD_ROWS = table("""
 {"prompt": "a", "output": "b"}             | the row has 'prompt', 'output'
 {"query": "a", "response": "b"}            | the row has 'query', 'response'
 {"prompt": "a", "question": "a", "response": "b", "correct": true} | one of prompt, question, messages
-{"prompt": "a", "response": "b", "critique": "c"} | a critique beside a response
+{"prompt": "a", "response": "b", "critique": "c"} | a row with a response to imitate has no critique
 {"prompt": "a", "response": "b", "score": 1, "correct": true} | the columns of one kind
 {"prompt": "a", "response": " "}           | must not be empty
 {"prompt": "a", "response": [0], "correct": true} | of the kind correct: response must be
@@ -561,8 +561,8 @@ BAD_ROWS = table("""
 {"prompt": "a", "response": "b", "score": 1e400} | a finite number
 {"prompt": "a", "responses": ["b", "c"], "preferred": "A", "critique": "answer A is right"}
     | write {A} and {B}
-{"prompt": "a", "response": "b", "correct": true, "critique": "b. <answer>yes</answer>"} | has no <answer>
-{"prompt": "a", "response": "b", "correct": true, "critique": "<think>b?"} | a critique ends its thought
+{"prompt": "a", "response": "b", "correct": true, "critique": "b. <answer>yes</answer>"} | have no <answer>
+{"prompt": "a", "response": "b", "correct": true, "critique": "<think>b?"} | a critique must end its thought
 {"prompt": "a", "images": ["none.png"], "response": "b"} | no such image
 {"prompt": "<image>", "images": ["0.png", "1.png"], "preferred": "A"} | hold 2 images for 3 places
 {"prompt": "a", "response": "b<|im_end|>"} | special token <|im_end|>
@@ -579,18 +579,18 @@ BAD_ROWS = table("""
     | only answers can be learned, not what the user says
 {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"},
     {"role": "assistant", "content": "c"}]}
-    | the messages end with the assistant, and a prompt does not
+    | a prompt must not end with the assistant's message
 {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": " "}]} | must not be empty
 {"messages": [{"role": "user", "content": "a"},
     {"role": "assistant", "content": "<image>"}], "images": ["0.png"]}
-    | an image in it
+    | the tokens of an image cannot be learned
 {"messages": [{"role": "user", "content": "a"},
     {"role": "assistant", "content": "b", "reasoning_content": "c"}]}
     | does not write the reasoning_content
 {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "critique": "c"}
-    | a critique beside
+    | a row with answers to imitate has no critique
 {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "loss": true},
-    {"role": "user", "content": "c"}], "response": "d"} | teaches it alone
+    {"role": "user", "content": "c"}], "response": "d"} | only the response of this row is learned
 {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "LONG"}]} | example too long
 {"prompt": "a", "response": "LONG"}        | example too long
 {"prompt": "a", "response": "LONGLONGLONGLONGLONGLONGLONGLONG"} | example too long: 4000000 characters
@@ -1167,7 +1167,7 @@ def test_passes_asked_for_are_not_the_steps_of_a_config(tmp_path):
 --model= --data d.jsonl                      | --model and --data are needed together
 --model m --eval_only                        | --eval_only needs --eval_data
 --model m --data d --max_prompt_tokens 99999 | --max_prompt_tokens 99999 exceeds --max_tokens_per_pack 16384
---model m --data d --eval_data a:0.5,b:0.5   | its files have no weights
+--model m --data d --eval_data a:0.5,b:0.5   | evaluation files take no weights
 --model m --data d --system_instruction none.txt | none.txt: no such file
 --model m --data d --lr -1                   | --lr -1.0 must be at least 0
 """),

@@ -197,8 +197,11 @@ def reward(file: Path, body: str, timeout: float = 20.0, top: str = "") -> list[
             "return [print, 1.0]",
             r"reward must be a list of 2 numbers, got list of 2 \(builtin_function_or_method, float\)",
         ),
-        ("return {(1, 2): 3}", "it returned what is no plain data: keys must be"),
-        ("it = []\nit.append(it)\nreturn it", "it returned what is no plain data: Circular"),
+        ("return {(1, 2): 3}", "it returned something that is not plain data: keys must be"),
+        (
+            "it = []\nit.append(it)\nreturn it",
+            "it returned something that is not plain data: Circular",
+        ),
         ("return [10**400, 1]", "reward holds too large a number: int too large"),
         (
             "return {'reward': [1, 2], 'spans': [[(1, 10**400)], []]}",

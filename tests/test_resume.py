@@ -854,7 +854,7 @@ def test_the_best_evaluation_is_kept(flags, out, metric, sign):
     ]
     told = live(flags(out, f"{more} 6 --keep_best eval/y"), 1, [(evaluate_as, values)], codes=[2])
     assert (
-        "--keep_best eval/y: evaluations have eval/episode, eval/index, eval/train_step, eval/x"
+        "--keep_best eval/y: evaluations only have eval/episode, eval/index, eval/train_step, eval/x"
         in told
     )
 
@@ -1182,7 +1182,7 @@ def test_an_unfinished_run_is_mentioned(choose, unnamed, capfd, saved, more, tol
     capfd.readouterr()
     assert choose(more) != folder
     line = f"this is a new run; {folder}, of the same model and data, has stopped after step 1 of 2"
-    end = f"{line}: --config {folder}/args.json goes on with it\n"
+    end = f"{line}: --config {folder}/args.json resumes it\n"
     assert (end in capfd.readouterr().out) == told
 
 

@@ -1052,7 +1052,7 @@ def test_a_damaged_picture_drops_its_prompt(qwen25, task, tmp_path, capsys):
 def test_a_step_whose_prompts_are_all_dropped_stops_the_run(qwen25, task, tmp_path):
     """One prompt per step: nothing is left of the step with the damaged picture."""
     one = "--on_bad_row skip --prompts_per_step 1"
-    with user_error("of 1 prompts no image can be decoded"):
+    with user_error("the images of all 1 prompts cannot be decoded"):
         train(qwen25, task, tmp_path / "a", "--data", task / "bad.jsonl", "--steps 4", one)
     held_out = evaluate_only(qwen25, task, tmp_path / "b", "--eval_data", task / "bad.jsonl", one)
     # a chunk without prompts is no evaluation without prompts

@@ -130,7 +130,7 @@ def learned_text(message: dict) -> str:
     """The text of an answer; it may be empty if it has a thought or calls tools. Raises UserError: an
     image, or no text."""
     if media_parts([message]):
-        raise UserError("an answer to learn is text; an image in it has no tokens to learn")
+        raise UserError("an answer to learn must be text: the tokens of an image cannot be learned")
     text = "".join(part["text"] for part in message["content"])
     if not text.strip() and not has_more(message):
         raise UserError("an answer to learn must not be empty")
@@ -155,8 +155,8 @@ def framed_turn(processor: Processor, frame: AnswerFrame, prompt: Prompt, messag
     expected += [called_function(call)["name"] for call in calls]
     if not (whole.startswith(prompt.text) and is_ended and all(x in written for x in expected)):
         raise UserError(
-            f"the chat template does not write the {THOUGHT_KEY} or the tool_calls of an answer where it "
-            f"begins; a thought can stand in the text, as <think>...</think>: {message!r:.120}"
+            f"the chat template does not write the {THOUGHT_KEY} or the tool_calls at the start of "
+            f"an answer; write a thought into the text, as <think>...</think>: {message!r:.120}"
         )
     return written
 

@@ -53,7 +53,7 @@ class Place:
         space cannot be placed in this image."""
         if self.space == "auto":
             raise UserError(
-                "in which coordinates this model answers is not known: --coordinates SPACE"
+                "the coordinates of this model's answers are not known: name them by --coordinates"
             )
         if self.space == "seen":
             if self.seen is None:
@@ -119,8 +119,8 @@ def row_region(numbers: list[float], size: int, source: Place) -> Box | Point:
         what = "box (x1, y1, x2, y2)" if size == 4 else "point (x, y)"
         width, height = source.file
         raise UserError(
-            f"regions: {numbers} is no {what} in an image of {width} x {height} pixels when upright; "
-            'for other units than pixels of the file there is "space"'
+            f"regions: {numbers} is no {what} in this image of {width} x {height} pixels (upright); "
+            'if they are not pixels of the file, name their units in "space"'
         )
     return inside
 

@@ -131,13 +131,13 @@ class Family:
         self.placeholder = self.token(getattr(self.config, self.begins_image))
         settings = settings_of_images(files)
         if not settings:
-            raise UserError("no preprocessor_config.json; take the base checkpoint's")
+            raise UserError("no preprocessor_config.json; copy the base checkpoint's")
         kind = settings.get("image_processor_type", self.image_processors[0])
         name, _, _ = kind.partition("ImageProcessor")
         if name not in self.image_processors:
             raise UserError(
-                f"preprocessor_config.json: image processor {name!r}; that of "
-                f"{self.config.model_type} is {' or '.join(self.image_processors)}"
+                f"preprocessor_config.json names the image processor {name!r}; "
+                f"{self.config.model_type} needs {' or '.join(self.image_processors)}"
             )
         settings = self.processor_settings(settings, args) | self.processor_options
         blank = Image.new("RGB", (64, 64))
@@ -151,7 +151,9 @@ class Family:
         """The settings of the image processor, with the changes that flags ask for."""
         if args.min_pixels or args.max_pixels:
             name = self.config.model_type
-            raise UserError(f"--min_pixels and --max_pixels: {name} resizes by its own files")
+            raise UserError(
+                f"--min_pixels and --max_pixels: {name} takes image sizes from its files"
+            )
         return settings
 
     def token(self, token_id: int) -> str:

@@ -153,7 +153,7 @@ class PromptLoader:
         batch = self.collect(rows, draws, futures)
         self.ahead = self.submit_next()
         if len(batch.prompts) - len(batch.dropped) < least:
-            raise UserError(f"of {len(batch.prompts)} prompts no image can be decoded")
+            raise UserError(f"the images of all {len(batch.prompts)} prompts cannot be decoded")
         return rows, batch
 
     def submit_next(self) -> tuple:
@@ -224,7 +224,7 @@ def load_pixels(
     expected = tuple(grid[:3] for grid in prompt.grids[: len(grids)])
     if grids != expected:
         raise UserError(
-            f"{prompt.images}: patch grids {expected} by the headers, but {grids} decoded: changed "
-            "since loaded, or a PNG has EXIF data after its body; restore the file"
+            f"{prompt.images}: patch grids {expected} by the headers, but {grids} decoded: a file has "
+            "changed since the start, or a PNG has EXIF data after its body; restore the file"
         )
     return torch.cat(patches)

@@ -94,9 +94,9 @@ class RowArgs:
     )
     curriculum: str = flag(
         "",
-        "file.py:function from (rows, samples, rewards) to weights, by which the rows of a batch are drawn: "
-        "for each row of --data its columns, its number of samples so far, and the sum of their "
-        "rewards; empty: every row once in a pass",
+        "file.py:function of (rows, samples, rewards) that returns weights, by which rows are drawn; it gets "
+        "the columns of each row of --data, its number of samples so far, and the sum of their rewards; "
+        "empty: every row once in a pass",
         paths=True,
     )
     ptx_data: str = flag(
@@ -482,7 +482,7 @@ def _path(file: Any) -> str:
         file = file.removeprefix("file://")
     if not isinstance(file, str) or re.match(NO_PATH, file):
         raise UserError(
-            "an image is the path of a file, a video that or a list of such paths, not "
+            "an image must be the path of a file, a video a path or a list of paths, not "
             f"{file!r:.80} (launch/data/convert.py writes images to files)"
         )
     return file
@@ -501,8 +501,8 @@ def message_turns(prompt: str | list) -> list[dict]:
         raise UserError(f"prompt must be a string or messages; it is {prompt!r:.120}")
     if messages[-1]["role"] == "assistant":
         raise UserError(
-            "the messages end with the assistant, and a prompt does not: python launch/data/convert.py FILE "
-            f"--out NEW_FOLDER makes the last one the response; they are {prompt!r:.120}"
+            "a prompt must not end with the assistant's message: python launch/data/convert.py FILE "
+            f"--out NEW_FOLDER makes it the response; the messages are {prompt!r:.120}"
         )
     return messages
 
@@ -597,7 +597,7 @@ def place_media(messages: list[dict], media: Sequence[Media]) -> list[Media]:
         if len(free) != len(items):
             raise UserError(
                 f"the columns of the row hold {len(items)} {kind}s for {len(free)} places "
-                f"(<{kind}> in a string, which has no number, or parts without a file of their own)"
+                f"(<{kind}> in a string, without a number, or parts without a file of their own)"
             )
         for part, item in zip(free, items):
             part["file"] = item
@@ -678,8 +678,8 @@ def make_prompt(
     if system_prompt:
         if any(message["role"] == "system" for message in messages):
             raise UserError(
-                "a system message in the row, and a system prompt by flag or judge.json: drop one "
-                "of them"
+                "the row has a system message, and a flag or judge.json sets a system prompt: remove "
+                "one of them"
             )
         messages.insert(0, {"role": "system", "content": [{"type": "text", "text": system_prompt}]})
     paths = tuple(locate(item, fields.get("folder", ""), args.image_root) for item in items)
@@ -701,7 +701,7 @@ def check_text(text: str, media: Sequence[Media]) -> None:
     """Raises UserError: there is neither text nor an image of the user's, or images are named in the
     text, as in rows for Qwen-VL."""
     if not text.strip() and not media:
-        raise UserError("empty prompt: no text of the user's, and no image")
+        raise UserError("empty prompt: the user's messages have neither text nor image")
     if re.search("<img>.+</img>", text):
         raise UserError(
             "<img>path</img> in a text: give the path in images, and write <image> in its place"

@@ -248,7 +248,7 @@ class EnvRollout:
         seen = (opening.content, opening.images) if opening else ([], [])
         if seen != (conversation.opening, conversation.images):
             raise UserError(
-                'reset shows another first observation when it is called again: draw from row["seed"]'
+                'reset, called again, shows another first observation: draw it from row["seed"]'
             )
 
     def copy_teammates(self) -> None:
@@ -267,8 +267,8 @@ class EnvRollout:
             seen = episode.reply and (episode.reply.content, episode.reply.images)
             if not episode.conversation.error and seen != (opening.content, opening.images):
                 raise UserError(
-                    f"{prompt.source}: reset shows the samples of a prompt different first observations; "
-                    'draw from row["seed"], which they have in common, or show what differs in a reply'
+                    f"{prompt.source}: reset shows different first observations to samples of one prompt; "
+                    'draw them from row["seed"], which the samples share, or show what differs in a reply'
                 )
         if opening.grids:
             index, _ = episodes[0].key

@@ -52,8 +52,8 @@ class EnvArgs:
     )
     env_workers: int = flag(
         8,
-        "environments of a rank that compute at a time while other samples go on; 0: one after the other, "
-        "so that runs repeat bit for bit",
+        "environments of a rank that compute at the same time, while other samples go on; 0: one after the "
+        "other, so that runs repeat bit for bit",
     )
 
 
@@ -97,8 +97,8 @@ def check_model(env: Environment, processor: Processor) -> None:
         encode_reply(processor, reply, env.role, by_string=False)
     except UserError as error:
         raise UserError(
-            f"--env {env.spec} does not work with this model: {error} (a class that never "
-            "shows images says pictures = False)"
+            f"--env {env.spec} does not work with this model: {error} (set pictures = False in a "
+            "class that never shows images)"
         ) from error
 
 

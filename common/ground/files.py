@@ -74,7 +74,7 @@ def read_text(path: str | Path) -> str:
     try:
         return read_bytes(path).decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise UserError(f"{path} is no text in UTF-8: {error}") from error
+        raise UserError(f"{path} is not UTF-8 text: {error}") from error
 
 
 def sha256(path: str | Path) -> str:

@@ -31,8 +31,8 @@ class PerceptionArgs:
 
     perception_coef: float = flag(
         0.0,
-        "above 0: subtract this times the KL between the policy with its images and with masked ones "
-        "from the actor's loss (PAPO: 0.01 or 0.02, with an --entropy_coef below 0)",
+        "weight of the KL between the policy with its images and with masked ones, which is subtracted "
+        "from the actor's loss; 0: off (PAPO: 0.01 or 0.02, with an --entropy_coef below 0)",
     )
     perception_ratio: float = flag(
         1.0,

@@ -38,7 +38,7 @@ def check_teacher_prompt(template: str) -> None:
         )
     names = [name for _, name, *_ in string.Formatter().parse(template)]
     if template and not names.count("prompt") == template.count("{prompt}") == 1:
-        raise UserError(f"{template} has no {{prompt}}, the place of the row's prompt, or several")
+        raise UserError(f"{template} must contain {{prompt}}, the place of the row's prompt, once")
 
 
 @dataclass(frozen=True)

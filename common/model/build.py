@@ -131,14 +131,14 @@ class Builder:
         )
         if size != tokens:
             raise UserError(
-                f"{folder}: vocab_size {size}, the actor's is {tokens}: critic and reference read "
-                "its tokens"
+                f"{folder}: vocab_size {size}, the actor's is {tokens}: critic and reference need "
+                "the same"
             )
         same = self.args.train_vision or same_tower(family_of(config), self.folder, folder)
         if not same:
             raise UserError(
                 f"{folder}: its vision tower differs from that of {self.folder}; critic and "
-                "reference work on the image features of the actor"
+                "reference use the image features of the actor"
             )
 
     def build(

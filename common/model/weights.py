@@ -434,7 +434,7 @@ def write_weights(folder: Path, model: Model, trained: Tensors) -> None:
     weights = {name: value for name, value in trained.items() if name not in adapter}
     source = model.setup.folder
     if digest_files(weight_files(source)) != model.setup.digest:
-        raise UserError(f"{source} has other weights now than when the run started")
+        raise UserError(f"the weights in {source} have changed since the run started")
     stored = stored_tensors(source)
     new = by_keys(model, weights, stored) | merged(model, adapter, stored)
     head = {"score.weight"} & new.keys() - stored.keys()

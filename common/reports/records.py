@@ -218,8 +218,8 @@ def summarise_samples(records: list[dict], count: int) -> dict[str, float]:
         return metrics
     if not any("pass@" in name for name in metrics):
         distributed.say_once(
-            f"no pass@{count}, which needs to know right answers: a reward function says which are by "
-            '{"reward": [...], "accuracy": [...]}, where a right one has 1'
+            f"no pass@{count}, as it is not known which answers are right: let the reward function return "
+            '{"reward": [...], "accuracy": [...]}, with an accuracy of 1 for a right one'
         )
     return metrics | {f"eval/votes@{k}": rate for k, rate in vote_rates(records).items()}
 

@@ -377,10 +377,13 @@ def read_response(
     text = response_of(row)
     if any(pop_wish(message) for message in read_messages(prompt)):
         raise UserError(
-            "a row with a response teaches it alone: write it as the last message, to teach others, too"
+            "only the response of this row is learned: write it as the last message to learn the other "
+            "answers, too"
         )
     if row.get("critique"):
-        raise UserError("a critique beside a response to imitate, which contains it")
+        raise UserError(
+            "a row with a response to imitate has no critique: write it into the response"
+        )
     instruction = settings.instruction(prompt)
     return Judgement(RESPONSE, "given", instruction, prompt, images, text, parse_verdict(text))
 
@@ -431,7 +434,7 @@ def judgement_text(critique: str, verdict: str) -> str:
     text = f"{critique}\n{with_verdict(verdict)}"
     if "<answer>" in critique or parse_verdict(text) is None:
         raise UserError(
-            "a critique ends its thought, and has no <answer>, which is added to it: "
+            "a critique must end its thought, and have no <answer>, which is added to it: "
             f"{critique!r:.120}"
         )
     return text
@@ -510,7 +513,7 @@ def is_conversation(row: dict) -> bool:
         return False
     check_form(row, {"source?": str}, "a row of messages")
     if row.get("critique"):
-        raise UserError("a critique beside the answers to imitate, which contain it")
+        raise UserError("a row with answers to imitate has no critique: write it into the answers")
     return True
 
 
@@ -525,7 +528,7 @@ def read_rubric(row: dict) -> list[tuple[str, float]]:
     criteria, listed = [], row.get("rubric")
     if not listed or not isinstance(listed, list):
         raise UserError(
-            'no "rubric": ["a criterion", {"text": "another", "weight": 2}], by which the judge is asked'
+            'the judge needs a column "rubric": ["a criterion", {"text": "another", "weight": 2}]'
         )
     for item in listed:
         entry = {"weight": 1} | (item if isinstance(item, dict) else {"text": item})

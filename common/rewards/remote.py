@@ -85,7 +85,7 @@ class Server:
                 "; the proxy of the environment is not used: the server must be reached directly"
             )
         within = f"{tries} tries within {self.patience:g} s (0.9 of --reward_timeout)"
-        raise UserError(f"no answer in {within}, at last {problem}")
+        raise UserError(f"no answer in {within}, the last problem: {problem}")
 
     def try_once(self, post: request.Request, timeout: float) -> tuple[bytes | None, str]:
         """The server's answer; or None, and a problem that may pass. Raises UserError: one that does not."""
@@ -136,7 +136,7 @@ def read_answer(answer: bytes) -> Columns:
         raise UserError(f"{error}: {begins!r}") from error
     if not isinstance(columns, dict) or "rewards" not in columns or "reward" in columns:
         raise UserError(
-            'the server must answer {"rewards": [...]}, with components beside it or not:'
+            'the server must answer {"rewards": [...]}, with or without components, not'
             f" {columns!r:.500}"
         )
     return {"reward": columns.pop("rewards")} | columns

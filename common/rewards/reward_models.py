@@ -277,8 +277,8 @@ class JudgeModel(RewardModel):
             read_rubric(row.row)
         if self.kind == "answers" and row.reference is None and not self.opponents:
             raise UserError(
-                "no reference answer, beside which the judge is shown a response (--grm_opponents shows it "
-                "the other responses instead)"
+                "no reference answer to compare a response with (--grm_opponents compares it with other "
+                "responses instead)"
             )
 
     def ask(self, batch: Batch, answers: list[Answer]) -> Opinions:

@@ -55,7 +55,7 @@ class RewardArgs:
     reward: str = flag(
         "boxed",
         "source of rewards, or several separated by commas: a rule (exact, boxed, answer, box, boxes, "
-        "point, verdict), env (what --env gives), "
+        "point, verdict), env (the rewards of --env), "
         "file.py:function, grm:FOLDER (generative judge), "
         "rm:FOLDER (scalar reward model), a server: http://host:port/path; none: only a teacher",
         paths=True,
@@ -81,8 +81,8 @@ class RewardArgs:
     )
     grm_opponents: int = flag(
         0,
-        "above 0: a judge of pairs compares a response with so many others to its prompt, in both orders, "
-        "not with the reference answer; the reward is the expected share of wins (Pref-GRPO)",
+        "above 0: a judge of pairs compares a response with this many others to the same prompt, in both "
+        "orders, not with the reference answer; the reward is the expected share of wins (Pref-GRPO)",
     )
     grm_mode: str = flag(
         "probability",
@@ -93,7 +93,7 @@ class RewardArgs:
     grm_max_new_tokens: int = flag(512, "longest critique of a judge, tokens", low=1)
     reward_timeout: float = flag(
         60.0,
-        "longest time for the rewards of functions and servers, all together, with retries, seconds",
+        "longest time for all rewards of functions and servers together, including retries, seconds",
         low=1e-6,
         high=LONGEST_WAIT,
     )
@@ -452,7 +452,7 @@ class RewardMix:
                 answer, count = counts.most_common(1)[0]
                 share = f"{count / len(scored):.3f} of its rows"
                 distributed.say_once(
-                    f"--reward {source.spec}: always to answer {answer!r:.80} is right in {share}"
+                    f"--reward {source.spec}: always answering {answer!r:.80} is right in {share}"
                 )
 
     def weights_of(self, batch: Batch) -> Tensor:

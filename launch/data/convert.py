@@ -37,10 +37,10 @@ there is no such file, to --image_root, outside of which nothing is read.
     --columns images=image_1+image_2,prompt=Text
     --columns responses=response1+response2,preferred=overall_preference --preferred_is sign
 
-What is preferred may be a text (A, model_a, A>B, tie, the column of the better response) or a number, of
-which --preferred_is says what it means. Nothing is guessed: any other value is an error.
+"preferred" may be a text (A, model_a, A>B, tie, the column of the better response) or a number, whose
+meaning --preferred_is tells. Any other value is an error.
 
-Where both responses are pictures (bytes, a path, a message of one image, or <image> for the two of
+If both responses are pictures (bytes, a path, a message of one image, or <image> for the two of
 images), the row is a pair of pictures: images holds them, and there are no responses.
 
     form                  system                             read as
@@ -60,18 +60,18 @@ images), the row is a pair of pictures: images holds them, and there are no resp
 Boxes are in pixels of the file, unless --space says otherwise; ms-swift's norm1 is 0 to 1, its norm_1000 and
 Visual-RFT's Position 0 to 1000. VLM-R1's boxes of RefCOCO end at x + w + 1, and stay as they are.
 
-What no form reads, --map my_rows.py:row does: a function of a row (images as bytes, or paths that are
-relative to its file) that returns one of the above, or None to leave the row out.
+For any other form, write a function: --map my_rows.py:row. It gets a row (images as bytes, or paths relative
+to its file) and returns a row in one of the forms above, or None to leave it out.
 
 With --benchmark NAME the files are those of a benchmark of judges (launch/data/benchmarks.py). Its rows
 get "source" (the official group) and "pair" (what counts together, as in ACC+). Rows without their
 image, or of a kind that judges here cannot read, are counted and left out.
 
-Every other column, and every other key of a message, stands in a table at the end. Ids, URLs, dates and
-what is the same in every row are listed there, and stay in the rows. What could change what is learned (a
-list, a number, true and false, a label, a text, a key of a message) ends the conversion, until --keep or
---drop names it. A name that would change how the row is read, such as score, becomes original_score. A
-hash of the texts decides which response of a pair comes first."""
+A table at the end lists every other column and message key. Ids, URLs, dates and constant columns are only
+listed, and stay in the rows. Anything that could change what is learned (a list, a number, true and false, a
+label, a text, a message key) ends the conversion, until --keep or --drop names it. A column whose name would
+change how the row is read, such as score, becomes original_score. A hash of the texts decides which response
+of a pair comes first."""
 
 import sys
 from pathlib import Path
@@ -520,21 +520,21 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         type=parse_names,
         default=[],
         metavar="NAME,...",
-        help="columns and keys, named alike, to leave out",
+        help="columns and keys to leave out, named as for --keep",
     )
     parser.add_argument(
         "--hold_out",
         type=tool.between(1, 10**9),
         default=0,
         metavar="N",
-        help="write so many rows of the only split to held_out.jsonl; rows with one prompt and the same "
+        help="number of rows of the only split that go to held_out.jsonl; rows with the same prompt and "
         "pictures stay together",
     )
     parser.add_argument(
         "--image_root",
         type=Path,
         help="folder of images and videos: paths are relative to the rows' file, or to this folder; "
-        "no file outside of this folder is read",
+        "files outside of this folder are not read",
     )
     return parser.parse_args(argv)
 

@@ -1098,7 +1098,7 @@ no part                   | USER [5]}]} | a part of a message must be .* not 5
 unknown role | {"prompt": [{"role": "robot", "content": "x"}]}
     | roles system, user, assistant, tool.*robot
 assistant last | {"prompt": [{"role": "assistant", "content": "x"}]}
-    | the messages end with the assistant, .*: python launch/data/convert.py FILE
+    | a prompt must not end with the assistant's message: python launch/data/convert.py FILE
 unknown part              | USER [{"type": "audio"}]}]} | a part of a message must be .*audio
 part of wrong type        | USER [{"type": "text", "text": 3}]}]} | a part of a message must be
 part with bytes | USER [{"type": "image", "bytes": "iVBOR"}]}]}
@@ -1138,7 +1138,7 @@ too long | {"prompt": "LONG", "images": "a.png"}
     | too long: 507 tokens, 6 of them of images; the limit is 500
 half a surrogate pair     | {"prompt": "a\\ud800"} | is half of a character
 two system prompts | {"prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "x"}]}
-    | drop one of them
+    | remove one of them
 """.replace("USER", '{"prompt": [{"role": "user", "content":')
     .replace("LONG", "x" * 480)
     .replace("MEGABYTE", "A" * 2**20)
@@ -1307,7 +1307,7 @@ def test_file_changed_since_load(load, processor, tmp_path, monkeypatch):
     monkeypatch.setattr(images, "PAUSES", ())
     prompts = load([{"prompt": "x", "images": "a.png"}])
     Image.new("RGB", (200, 40)).save(tmp_path / "a.png")
-    with user_error("a.png.*: patch grids .* changed since loaded"):
+    with user_error("a.png.*: patch grids .* changed since the start"):
         load_pixels(prompts[0], processor)
     (tmp_path / "a.png").unlink()
     with user_error("no such image"):

@@ -693,7 +693,7 @@ def test_critic_and_reference_are_read_by_their_own_config(tmp_path, picture_row
     assert (of_actor - expected).abs().max() > 0.01
     edit_config(other, None, vocab_size=400)
     with user_error(
-        r"other: vocab_size 400, the actor's is \d+: critic and reference read its tokens"
+        r"other: vocab_size 400, the actor's is \d+: critic and reference need the same"
     ):
         start(tmp_path / "actor", data, *flags)
 

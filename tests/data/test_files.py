@@ -64,7 +64,7 @@ tokenizer.json         | version https://git-lfs.github.com/spec/v1 | tokenizer.
 chat_template.jinja    | gone | no chat template
 preprocessor_config.json | gone | no preprocessor_config.json
 preprocessor_config.json | {"image_processor_type": "CLIPImageProcessor"}
-    | preprocessor_config.json: image processor 'CLIP'; that of qwen2_5_vl is Qwen2VL
+    | preprocessor_config.json names the image processor 'CLIP'; qwen2_5_vl needs Qwen2VL
 preprocessor_config.json | {"size": 448} | preprocessor_config.json: size must be dict, not 448
 preprocessor_config.json | {"image_mean": "grey"} | preprocessor_config.json
 preprocessor_config.json | {"min_pixels": 900, "max_pixels": 800} | min_pixels 900 is more than max_pixels 800
@@ -352,7 +352,7 @@ FORGED = "a.png\nerror: everything is fine \x1b[2J\u202e"
 @pytest.mark.parametrize(
     "row, message",
     [
-        ('{"prompt": "x", "images": "a\\ud800.png"}', "an image is the path of a file"),
+        ('{"prompt": "x", "images": "a\\ud800.png"}', "an image must be the path of a file"),
         (
             json.dumps({"prompt": "x", "images": FORGED}),
             r"a.png\\nerror: everything is fine \\x1b\[2J\\u202e",

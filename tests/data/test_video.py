@@ -482,7 +482,7 @@ no such file | {"videos": ["none.mp4"]} | no such video: .*none.mp4
 no such frame | {"videos": [["a.png", "none.png"]]} | no such image: .*none.png
 not a video | {"videos": ["rows.jsonl"]}
     | rows.jsonl: (to read videos, install one of torchcodec, av, cv2|not a video that)
-zero frames | {"videos": [[]]} | a video that or a list of such paths, not \\[\\]
+zero frames | {"videos": [[]]} | a video a path or a list of paths, not \\[\\]
 a list too few | {"videos": ["a.png", "b.png"]}
     | a.png: (to read videos, install .*list of images|not a video|.*this has 1 .*a list of their own)
 frames differ | {"videos": [["a.png", "a.png", "b.png"]]}
@@ -508,7 +508,7 @@ def test_a_clip_that_changed_since_load(load, tmp_path):
     names = save_clip(tmp_path, 3)
     processor, prompt = load({"prompt": "x", "videos": [names]})
     save_clip(tmp_path, 3, (84, 56))
-    with user_error("0.png.*: patch grids .* changed since loaded"):
+    with user_error("0.png.*: patch grids .* changed since the start"):
         load_pixels(prompt, processor)
 
 

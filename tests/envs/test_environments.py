@@ -477,7 +477,7 @@ def test_a_sample_without_its_own_reset_knows_what_its_prompt_shows(qwen25, pict
 def test_samples_of_a_prompt_that_see_different_pictures_first_are_refused(qwen25, picture_rows):
     env = start(qwen25, picture_rows, '--max_new_tokens 16 --stop_strings ["a","e","r"]')
     with user_error(
-        "Apart: rows.jsonl:1: reset shows the samples of a prompt different first observations"
+        "Apart: rows.jsonl:1: reset shows different first observations to samples of one prompt"
     ):
         talk(env, "Apart", 2)
 

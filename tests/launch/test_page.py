@@ -369,4 +369,4 @@ def test_it_needs_python_alone(tmp_path):
     command = [sys.executable, "-c", code, run, "--out", tmp_path / "page.html"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert result.returncode == 0, result.stderr
-    assert "before you pass it on" in result.stdout
+    assert "before you share it" in result.stdout

@@ -466,7 +466,7 @@ def test_the_accuracy_of_an_average_is_that_of_the_average(qwen25, task, tmp_pat
     | --teacher_model ema needs --ema_beta, and excludes --lora_rank: adapters have no average
 --teacher_prompt {prompt}{answer}                    | --teacher_prompt and --teacher_in loss need --teacher_model
 --teacher_in loss                                    | --teacher_prompt and --teacher_in loss need --teacher_model
---teacher_model self --teacher_prompt {answer}       | has no {prompt}, the place of the row's prompt
+--teacher_model self --teacher_prompt {answer}       | must contain {prompt}, the place of the row's prompt
 --teacher_model self --teacher_prompt {prompt}{answer.x} | braces hold the name of a column and nothing else
 --teacher_model self --teacher_prompt {prompt}{answer[0]} | braces hold the name of a column and nothing else
 --teacher_model self --teacher_prompt {prompt}{answer:>2000000000}

@@ -194,7 +194,7 @@ def test_files_that_are_gone_or_others_are_a_message(tmp_path, picture_rows):
     lost = "model.layers.0.mlp.up_proj.weight"
     save_weights(source, {key: w for key, w in weights.items() if key != lost})
     problem = export(env.actor, env.processor.save, tmp_path / "export")
-    assert problem == f"{source} has other weights now than when the run started"
+    assert problem == f"the weights in {source} have changed since the run started"
     setup = env.actor.model.setup
     setup.digest = digest_files([source / "model.safetensors"])
     problem = export(env.actor, env.processor.save, tmp_path / "export")

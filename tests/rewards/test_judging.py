@@ -229,8 +229,8 @@ def test_a_rubric_is_the_weighted_mean_of_its_criteria(qwen25, rubric_rows, judg
 @pytest.mark.parametrize(
     "rubric, message",
     table("""
-null                         | rows.jsonl:1: no "rubric"
-[]                           | no "rubric"
+null                         | rows.jsonl:1: the judge needs a column "rubric"
+[]                           | the judge needs a column "rubric"
 [{"text": 3}]                | rubric: text must be str, not 3
 [{"text": "a", "weight": 0}] | a weight above 0
 [{"text": "a", "weight": "2"}] | rows.jsonl:1:

@@ -470,8 +470,8 @@ def test_the_record_of_a_sample_has_its_regions():
 @pytest.mark.parametrize(
     "reward, told",
     [
-        ("exact", "--reward exact: always to answer 'B' is right in 0.667 of its rows\n"),
-        ("launch/reward_vision.py:choice", "choice: always to answer 'B' is right in 0.667 of its"),
+        ("exact", "--reward exact: always answering 'B' is right in 0.667 of its rows\n"),
+        ("launch/reward_vision.py:choice", "choice: always answering 'B' is right in 0.667 of its"),
         ("boxes", ""),
         ("none", ""),
     ],

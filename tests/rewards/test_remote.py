@@ -210,7 +210,7 @@ def test_retries_are_bounded_by_the_time_of_the_step(server, pauses, seconds, ex
     tries = len(expected) + 1
     with user_error(
         rf"(?s)no answer in {tries} tries within {0.9 * seconds:g} s \(0.9 of --reward_timeout\), "
-        rf"at last HTTP 503: 'busy with request {tries}'.*Response  0"
+        rf"the last problem: HTTP 503: 'busy with request {tries}'.*Response  0"
     ):
         ask(server.url("fail/99"), seconds=seconds)
     assert server.requests == tries
@@ -228,7 +228,7 @@ def test_retries_are_bounded_by_the_time_of_the_step(server, pauses, seconds, ex
     ],
 )
 def test_what_may_pass_is_tried_to_the_end(server, pauses, path, problem, seconds, tries):
-    with user_error(rf"no answer in {tries} tries .*, at last {re.escape(problem)}"):
+    with user_error(rf"no answer in {tries} tries .*, the last problem: {re.escape(problem)}"):
         ask(server.url(path), seconds=seconds)
     assert server.requests == tries
 
@@ -245,7 +245,7 @@ def test_a_status_line_is_no_line_of_ours(pauses, capsys):
                     connection.sendall(b"\x1b[2J\rerror: all is well\n\n")
 
         threading.Thread(target=answer, daemon=True).start()
-        with user_error("no answer in 5 tries .*, at last BadStatusLine"):
+        with user_error("no answer in 5 tries .*, the last problem: BadStatusLine"):
             ask(f"http://127.0.0.1:{listening.getsockname()[1]}/")
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 8  # two for each of four retries
