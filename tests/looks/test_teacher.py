@@ -480,9 +480,9 @@ def test_the_accuracy_of_an_average_is_that_of_the_average(qwen25, task, tmp_pat
 --teacher_model self --teacher_prompt {prompt}}      | a brace of the text is written twice
 --teacher_model self --teacher_prompt {prompt}{answer | a brace of the text is written twice
 --teacher_model self --teacher_prompt {prompt}{answer!} | a brace of the text is written twice
---teacher_model self --teacher_prompt {{prompt}}     | has no {prompt}, .* or several
---teacher_model self --teacher_prompt {prompt}{prompt} | has no {prompt}, .* or several
---teacher_model self --teacher_prompt {{prompt}}{prompt} | has no {prompt}, .* or several
+--teacher_model self --teacher_prompt {{prompt}}     | must contain {prompt}, .* once
+--teacher_model self --teacher_prompt {prompt}{prompt} | must contain {prompt}, .* once
+--teacher_model self --teacher_prompt {{prompt}}{prompt} | must contain {prompt}, .* once
 --teacher_model self --advantage none --dynamic_sampling 2
     | --advantage none excludes --dynamic_sampling, which chooses prompts by their rewards
 --teacher_model self --teacher_prompt {prompt}{answer} --env x.py:Y | conversations are scored unchanged
