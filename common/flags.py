@@ -213,6 +213,7 @@ def build_parser(args_class: type, description: str | None, listed: str = "all")
     parser.add_argument(
         "--config",
         metavar="FILE",
+        action=Several,
         help="JSON file of flags (such as <out>/args.json); the command line overrides it",
     )
     parser.add_argument(
@@ -261,10 +262,10 @@ class Several(argparse.Action):
     def __call__(self, parser, namespace, values, option_string=None) -> None:
         before = getattr(namespace, self.dest, None)
         if before is not None:
-            raise UserError(
-                f"{option_string} is given twice; commas separate several: {option_string} "
-                f"{before},{values}"
-            )
+            problem = f"{option_string} is given twice"
+            if self.dest != "config":  # of which there is one
+                problem += f"; commas separate several: {option_string} {before},{values}"
+            raise UserError(problem)
         setattr(namespace, self.dest, values)
 
 
@@ -324,9 +325,12 @@ def read_config(path: str | Path, parser: Parser) -> dict:
     except UserError as error:
         raise UserError(f"--config {error}") from error
     try:
-        return parser.read_flags(as_words(config))
+        flags = parser.read_flags(as_words(config))
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
+    for name in flags.keys() - parser.fields:
+        raise UserError(f"{path}: --{name} belongs on the command line")
+    return flags
 
 
 def as_words(values: dict) -> list[str]:

@@ -712,7 +712,16 @@ def test_a_flag_that_takes_several_takes_them_at_once():
         ppo.parse_args(words(line, "--data b.jsonl"))
     with user_error("--reward is given twice; commas separate several: --reward exact,boxed$"):
         ppo.parse_args(words(line, "--reward exact --reward boxed"))
+    with user_error("--config is given twice$"):
+        ppo.parse_args(words(line, "--config a.json --config b.json"))
     assert ppo.parse_args(words(line)).steps == 4
+
+
+def test_a_config_names_no_other_and_asks_for_no_help(tmp_path):
+    for name in ("config", "help"):
+        (tmp_path / "a.json").write_text(json.dumps({name: "all", "steps": 7}))
+        with user_error(f"a.json: --{name} belongs on the command line$"):
+            ppo.parse_args(words("--config", tmp_path / "a.json"))
 
 
 def test_what_stands_behind_two_dashes_overrides_a_recipe():
