@@ -277,6 +277,11 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str):
         raise UserError(message)
 
+    def exit(self, status: int = 0, message: str | None = None):
+        """Called by argparse for --help of a tool. A plain SystemExit would be taken for one of a user's
+        program."""
+        raise Exit(status)
+
     def parse_args(self, argv: list[str] | None = None) -> argparse.Namespace:
         values, rest = self.parse_known_args(argv)
         if not rest:
