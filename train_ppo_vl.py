@@ -683,7 +683,8 @@ def load_ptx(args: Args, processor: Processor) -> PtxLoss | None:
         return None
     settings = judgements.JudgeSettings.to_train(processor)
     settings.system_instruction = ""
-    bounds = replace(args, max_prompt_tokens=args.max_tokens_per_pack)
+    limit = "--max_tokens_per_pack"
+    bounds = replace(args, max_prompt_tokens=args.max_tokens_per_pack, limit_flag=limit)
     try:
         frame = answer_frame(processor)
         rows = judgements.load_judgements(args.ptx_data, processor, settings, bounds, frame=frame)

@@ -19,6 +19,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -275,7 +276,7 @@ class Parser(argparse.ArgumentParser):
     fields: Mapping[str, Any]  # by flag, for `read_flags`
 
     def error(self, message: str):
-        raise UserError(message)
+        raise UserError(f"{message}\nusage: {self.usage}" if self.usage else message)
 
     def exit(self, status: int = 0, message: str | None = None):
         """Called by argparse for --help of a tool. A plain SystemExit would be taken for one of a user's
@@ -289,11 +290,15 @@ class Parser(argparse.ArgumentParser):
         words = [word for word in rest if word.startswith("--") or "=" in word]
         known = [option.removeprefix("--") for option in self._option_string_actions]
         hints = {word: suggest(word.removeprefix("--").partition("=")[0], known) for word in words}
+        for flag, word in pairwise(sys.argv[1:] if argv is None else argv):
+            action = self._option_string_actions.get(flag)
+            if action and action.nargs == 0 and word in rest and not word.startswith("-"):
+                hints[word] = f"{flag} takes no value"
         message = f"unrecognized arguments: {' '.join(rest)}"
         for word, hint in hints.items():
             if hint:
                 message += f"; {hint}" if len(hints) == 1 else f"\n{word}: {hint}"
-        raise UserError(message)
+        self.error(message)
 
     def read_flags(self, argv: list[str] | None) -> dict:
         """The flags that were given, with their values checked. Those behind a `--`, where recipes pass on
@@ -329,6 +334,12 @@ def read_config(path: str | Path, parser: Parser) -> dict:
         config = read_json(path)
     except UserError as error:
         raise UserError(f"--config {error}") from error
+    unknown = [f"--{name}" for name in config if name not in parser.fields]
+    if unknown and RECORDED <= config.keys():
+        raise UserError(
+            f"{path}: a run of another script or version has written this, with {len(unknown)} flags that "
+            f"this one lacks, as {unknown[0]}: name that script, or leave them out of a copy"
+        )
     try:
         flags = parser.read_flags(as_words(config))
     except UserError as error:
@@ -499,9 +510,13 @@ def parse_template_options(text: str) -> dict:
 
 def parse_stop_strings(text: str) -> list[str]:
     """The strings of --stop_strings. Raises UserError: it is no JSON list of non-empty strings."""
-    strings = parse_json(text or "[]", text)
+    form = f'{text}: expected a JSON list of non-empty strings, such as ["</answer>"]'
+    try:
+        strings = parse_json(text or "[]", text)
+    except UserError as error:
+        raise UserError(form) from error
     if not isinstance(strings, list) or not all(part and isinstance(part, str) for part in strings):
-        raise UserError(f"{text} is not a JSON list of non-empty strings")
+        raise UserError(form)
     return strings
 
 
@@ -625,6 +640,9 @@ class DataArgs:
         "what a bad row does: error ends the run, skip leaves the row out, counts and reports it",
         choices=("error", "skip"),
     )
+
+    # Not a flag: the one by which a row is too long.
+    limit_flag: str = "--max_prompt_tokens"
 
 
 @dataclass(frozen=True)

@@ -279,9 +279,10 @@ stray                                         | unrecognized arguments: stray
 --row_kind judgements --system_prompt x       | --system_prompt needs --row_kind prompts
 --ptx_data p.jsonl                            | --ptx_data and --ptx_coef need each other
 --ptx_coef 0.1                                | --ptx_data and --ptx_coef need each other
---stop_strings [1]                            | not a JSON list of non-empty strings
---stop_strings end                            | --stop_strings end: not JSON
---stop_strings [""]                           | not a JSON list of non-empty strings
+--train_vision true                           | unrecognized arguments: true; --train_vision takes no
+--stop_strings [1]                            | expected a JSON list of non-empty strings
+--stop_strings end                            | --stop_strings end: expected a JSON list of non-empty
+--stop_strings [""]                           | expected a JSON list of non-empty strings
 --template_options {enable_thinking:false}    | --template_options {enable_thinking:false}: not JSON
 --template_options {"thinking":"false"}       | thinking is a text; true and false have no quotation marks
 --template_options [1]                        | --template_options [1]: expected an object of JSON, such as {}
@@ -462,7 +463,7 @@ def score(prompts, responses, references, labels, images):
     "line, message",
     table("""
 --gamma 1.5                          | --gamma 1.5 must be at most 1
---stop_strings end                   | --stop_strings end: not JSON
+--stop_strings end                   | --stop_strings end: expected a JSON list
 --minibatches 3                      | --minibatches 3 must divide --prompts_per_step 32
 --kl_target 1                        | --kl_target 1.0 needs --kl_coef
 --reward exakt                       | --reward exakt: expected one of exact,
@@ -560,6 +561,14 @@ def test_bad_config_file(tmp_path, content, message):
     with pytest.raises(process.UserError) as refusal:
         ppo.parse_args(words("--config", path))
     assert message in str(refusal.value)
+
+
+def test_the_record_of_another_scripts_run(tmp_path):
+    """One message, not the names of all of its flags."""
+    record = tmp_path / "args.json"
+    record.write_text(json.dumps(common_flags.as_json(ppo.parse_args(NEEDED))))
+    with user_error("args.json: a run of another script or version has written this, with .*copy$"):
+        grm.parse_args(["--config", str(record)])
 
 
 def test_missing_config_file(tmp_path):

@@ -592,7 +592,7 @@ BAD_ROWS = table("""
 {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "loss": true},
     {"role": "user", "content": "c"}], "response": "d"} | only the response of this row is learned
 {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "LONG"}]} | example too long
-{"prompt": "a", "response": "LONG"}        | example too long
+{"prompt": "a", "response": "LONG"}        | the limit is 600 (--max_prompt_tokens)
 {"prompt": "a", "response": "LONGLONGLONGLONGLONGLONGLONGLONG"} | example too long: 4000000 characters
 {"prompt": "LONG", "response": "b"}        | prompt too long
 """)

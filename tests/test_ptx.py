@@ -235,7 +235,7 @@ def test_another_number_of_updates_goes_on_at_the_next_row(
 {"prompt": "a", "response": "b", "correct": false} | a judgement, not a response
 {"prompt": "a"}                     | a row needs the columns of one kind
 {"prompt": "a", "response": " "}    | a response to imitate must not be empty
-{"prompt": "a", "response": "LONG"} | example too long: [0-9]+ tokens, [0-9]+ of them target; the limit is 600
+{"prompt": "a", "response": "LONG"} | example too long: [0-9]+ tokens, [0-9]+ of them target; the limit is 600 [(]--max_tokens_per_pack
 {"prompt": "a", "images": ["no.png"], "response": "b"} | .*no.png
 """),
 )

@@ -87,7 +87,7 @@ def read_answers(
         if frame:
             framed = framed_turn(processor, frame, prompt, messages[k])
             text = framed.strip() if has_more(messages[k]) else text
-            target = bounded_target(processor, frame, framed, prompt, args.max_prompt_tokens)
+            target = bounded_target(processor, frame, framed, prompt, args)
         examples.append(Example(prompt, target, text))
     return examples
 

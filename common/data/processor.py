@@ -11,8 +11,8 @@ what is wrong with the text.
 """
 
 import json
-import math
 import re
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,6 +34,7 @@ from common.data.folder import (
 from common.flags import DataArgs, parse_template_options
 from common.ground.files import UserError, check_form, read_json
 
+UNBOUNDED = DataArgs(max_prompt_tokens=sys.maxsize)
 NFC_JOINS = 4  # characters that a normalizing tokenizer may merge into one
 
 
@@ -180,11 +181,15 @@ class Processor:
         where = "the checkpoint's chat_template.jinja or tokenizer_config.json"
         raise UserError(f"{'; '.join(dict.fromkeys(problems))}; see {where}")
 
-    def check_length(self, what: str, text: str, limit: float) -> None:
-        """Raises UserError: a text too long for ``limit`` tokens. The tokenizer would take sixty times
-        its memory to find out."""
+    def check_length(self, what: str, text: str, args: DataArgs) -> None:
+        """Raises UserError: a text too long for the most tokens. The tokenizer would take sixty times its
+        memory to find out."""
+        limit = args.max_prompt_tokens
         if len(text) > limit * self.token_characters:
-            raise UserError(f"{what} too long: {len(text)} characters; the limit is {limit} tokens")
+            raise UserError(
+                f"{what} too long: {len(text)} characters; the limit is {limit} tokens "
+                f"({args.limit_flag})"
+            )
 
     def token_ids(self, text: str, add_special_tokens: bool = False) -> list[int]:
         """The ids of a text. Raises UserError: an id that the model has no embedding for, or half of a
@@ -204,24 +209,25 @@ class Processor:
         return ids
 
     def encode(
-        self, messages: list[dict], grids: tuple, limit: float = math.inf
+        self, messages: list[dict], grids: tuple, args: DataArgs = UNBOUNDED
     ) -> tuple[str, Tensor, int]:
         """Chat messages as the template's text, as token ids (P,) int64, the placeholder of each
         image and clip expanded, and how many of these are image tokens.
 
         Raises UserError: a reserved token in a message, a template that fails, not one placeholder
-        per image or clip, or more than ``limit`` tokens.
+        per image or clip, or more than `--max_prompt_tokens`.
         """
         text = self.render(messages, add_generation_prompt=True)
-        self.check_length("prompt", text, limit)
+        self.check_length("prompt", text, args)
         expanded, counts = self.expand(text, grids)
         # The template has written the special tokens, so the tokenizer must not add its own. The
         # exception are families whose processors let it add a BOS that the template lacks.
         has_bos = not self.family.media or text.startswith(self.tokenizer.bos_token or "")
         ids = self.ids_with_images(expanded, counts, add_special_tokens=not has_bos)
-        if len(ids) > limit:
+        if len(ids) > args.max_prompt_tokens:
             raise UserError(
-                f"prompt too long: {len(ids)} tokens, {sum(counts)} of them of images; the limit is {limit}"
+                f"prompt too long: {len(ids)} tokens, {sum(counts)} of them of images; the limit is "
+                f"{args.max_prompt_tokens} ({args.limit_flag})"
             )
         return text, ids, sum(counts)
 

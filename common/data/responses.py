@@ -9,6 +9,7 @@ from torch import Tensor
 
 from common.data.processor import AnswerFrame, Processor
 from common.data.rows import Prompt, columns_of, text_column
+from common.flags import DataArgs
 from common.ground.files import UserError
 
 PROMPT_COLUMNS = ("prompt", "question", "messages")
@@ -44,15 +45,16 @@ def encode_framed(processor: Processor, frame: AnswerFrame, framed: str) -> Tens
 
 
 def bounded_target(
-    processor: Processor, frame: AnswerFrame, framed: str, prompt: Prompt, limit: int
+    processor: Processor, frame: AnswerFrame, framed: str, prompt: Prompt, args: DataArgs
 ) -> Tensor:
-    """`encode_framed` of at most ``limit`` tokens together with the prompt. Raises UserError."""
-    processor.check_length("example", framed, limit)
+    """`encode_framed` of at most `--max_prompt_tokens` together with the prompt. Raises UserError."""
+    processor.check_length("example", framed, args)
     target = encode_framed(processor, frame, framed)
     size = len(prompt.input_ids) + len(target)
-    if size > limit:
+    if size > args.max_prompt_tokens:
         raise UserError(
-            f"example too long: {size} tokens, {len(target)} of them target; the limit is {limit}"
+            f"example too long: {size} tokens, {len(target)} of them target; the limit is "
+            f"{args.max_prompt_tokens} ({args.limit_flag})"
         )
     return target
 

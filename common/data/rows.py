@@ -11,7 +11,6 @@ needs them. A user's mistake is a UserError that names the file, the line and th
 import itertools
 import os
 import re
-import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -25,7 +24,7 @@ from torch import Tensor
 from common import distributed
 from common.data.coordinates import Place, Regions, read_regions
 from common.data.images import clip_times, image_size
-from common.data.processor import Processor, called_function
+from common.data.processor import UNBOUNDED, Processor, called_function
 from common.flags import DataArgs, flag
 from common.ground.files import (
     UserError,
@@ -50,7 +49,9 @@ OTHER_FILES = {
     rb"\s*\{\s*\n": "JSON with its objects on several lines each",
     rb"\x1f\x8b|PK\x03\x04|BZh|\xfd7zXZ|\x28\xb5\x2f\xfd": "compressed: unpack it first",
     rb"ARROW1|\xff{4}": "an Arrow table: convert.py reads what Dataset.to_parquet makes of it",
-    rb'[,;\t]?"?\w[\w ]*"?[,;\t]': "a table of text: JSONL is what pandas' to_json makes of it",
+    rb'[,;\t]?"?\w[\w ]*"?[,;\t]': (
+        "a table of text: pandas' to_json(orient='records', lines=True) makes JSONL of it"
+    ),
 }
 # How other systems call our columns, for the advice of `check_columns`; the first that a row has.
 NAMES_ELSEWHERE = {
@@ -69,7 +70,6 @@ JSON_CHAT = r"""\s*(\[\s*\{\s*["'](content|value)|\[?\s*\{\s*["'](role|from))["'
 # How other systems write the place of one of several images.
 NUMBERED_IMAGE = r"(?i)<\|?(image|img)[ _-]?\d+\|?>"
 WORKED_SOLUTION = r"(?m)^####.*\s*\Z|.\\boxed|<answer>"
-UNBOUNDED = DataArgs(max_prompt_tokens=sys.maxsize)
 Media = str | tuple[str, ...]  # the path of an image; of a clip its file, or those of its frames
 
 
@@ -85,7 +85,7 @@ class RowArgs:
     )
     columns: str = flag(
         "",
-        "columns of your files, as in prompt=question,images=pictures,answer=solution,label=source",
+        "columns of your files, as in prompt=question,answer=solution,label=source",
         several=True,
     )
     system_prompt: str = flag(
@@ -688,7 +688,7 @@ def make_prompt(
     if grids is None:
         measured = [measure(processor, path, len(paths)) for path in paths]
         grids, places = zip(*measured) if measured else ((), ())
-    text, input_ids, image_tokens = processor.encode(messages, grids, args.max_prompt_tokens)
+    text, input_ids, image_tokens = processor.encode(messages, grids, args)
     return Prompt(messages, text, paths, grids, input_ids, image_tokens, places=places, **fields)
 
 

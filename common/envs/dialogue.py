@@ -217,7 +217,8 @@ class EnvRollout:
         text, ids, image_tokens = self.processor.encode(messages, grids)
         if len(ids) > limit:
             raise UserError(
-                f"prompt too long with the first observation: {len(ids)} tokens; the limit is {limit}"
+                f"prompt too long with the first observation: {len(ids)} tokens; the limit is {limit} "
+                "(--max_prompt_tokens)"
             )
         encoded = replace(prompt, text=text, input_ids=ids, image_tokens=image_tokens, grids=grids)
         return opening, encoded

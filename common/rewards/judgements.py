@@ -477,7 +477,7 @@ def load_judgements(
             target = EMPTY
             if frame is not None:
                 framed = framed_answer(processor, frame, text)
-                target = bounded_target(processor, frame, framed, prompt, args.max_prompt_tokens)
+                target = bounded_target(processor, frame, framed, prompt, args)
             examples.append(Example(prompt, target, text))
         return examples
 

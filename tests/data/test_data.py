@@ -984,10 +984,19 @@ def test_a_named_column_is_in_every_row(load, columns, name):
             b"\xff\xff\xff\xff\x10\x02\x00\x00",
             "an Arrow table: convert.py reads what Dataset.to_parquet",
         ),
-        (b"index\tquestion\timage\n", "a table of text: JSONL is what pandas"),
-        (b"id,prompt,answer\n0,x,y\n", "a table of text: JSONL is what pandas"),
-        (b",prompt,answer\n0,x,y\n", "a table of text: JSONL is what pandas"),
-        (b"prompt;answer\nx;y\n", "a table of text: JSONL is what pandas"),
+        (
+            b"index\tquestion\timage\n",
+            "a table of text: pandas' to_json.*lines=True",
+        ),
+        (
+            b"id,prompt,answer\n0,x,y\n",
+            "a table of text: pandas' to_json.*lines=True",
+        ),
+        (
+            b",prompt,answer\n0,x,y\n",
+            "a table of text: pandas' to_json.*lines=True",
+        ),
+        (b"prompt;answer\nx;y\n", "a table of text: pandas' to_json.*lines=True"),
         ("folder", "a folder; name its files, as in .*rows.json/train.jsonl, or convert them"),
         (None, "no file .data of the hub: hf download .*python launch/data/convert.py FOLDER"),
     ],
@@ -1135,7 +1144,7 @@ end of turn from two parts | USER [{"type": "image"}, {"type": "text", "text": "
     {"type": "text", "text": "end|>"}]}], "images": "a.png"}
     | special token <.im_end.> in the text
 too long | {"prompt": "LONG", "images": "a.png"}
-    | too long: 507 tokens, 6 of them of images; the limit is 500
+    | too long: 507 tokens, 6 of them of images; the limit is 500 .--max_prompt_tokens.
 half a surrogate pair     | {"prompt": "a\\ud800"} | is half of a character
 two system prompts | {"prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "x"}]}
     | remove one of them

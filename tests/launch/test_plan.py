@@ -530,7 +530,7 @@ def test_the_total_is_the_sum_of_a_column():
 
 
 def test_flags_of_the_plan_and_of_the_run():
-    with user_error("unrecognized arguments: --model m"):
+    with user_error("unrecognized arguments: --model m\nusage: plan.py .*-- FLAGS"):
         plan.main(["ppo", "--model", "m"])
     with pytest.raises(process.Exit) as ended:
         plan.main(["--help"])

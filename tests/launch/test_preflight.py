@@ -63,3 +63,5 @@ def test_what_a_machine_lacks_is_one_message(tmp_path, qwen25, picture_rows, mon
     assert told.count("error: ") == 1
     with pytest.raises(preflight.UserError, match="other.py: no such script"):
         preflight.main(["other.py"])
+    with pytest.raises(preflight.UserError, match="usage: preflight.py SCRIPT FLAGS"):
+        preflight.main(["--steps", "3"])
