@@ -182,7 +182,7 @@ def described(value: Any, name: str | None) -> str:
 
 
 def ways_to_evaluate(run: Path, model: str) -> str:
-    """What to type to evaluate a run, or the model that it began with."""
+    """What to type to evaluate a run, or the model of --model."""
     ways = []
     if step_folders(run / "checkpoints"):
         ways.append(f"its newest checkpoint: --resume {run} --out NEW")
@@ -401,8 +401,8 @@ class Checkpoints:
                 run = self.args.out
             if is_main() and run:
                 raise UserError(
-                    f"no checkpoint in {self.folder}, and --model {self.args.model} is what the run "
-                    f"{run} began with; {ways_to_evaluate(run, self.args.model)}"
+                    f"no checkpoint in {self.folder}, and --model {self.args.model} is not what the run "
+                    f"{run} has trained; {ways_to_evaluate(run, self.args.model)}"
                 )
 
     def resume(self, roles: Roles, steps: int, identity: Container[str]) -> None:

@@ -782,7 +782,7 @@ def test_an_evaluation_never_takes_the_initial_weights_for_the_runs(
     itself = f"that model itself: --model {qwen25} --out NEW"
     for argv in (*commands, typed):
         with user_error(
-            f"what the run {run} began with; it has no checkpoint and no export yet; {itself}"
+            f"not what the run {run} has trained; it has no checkpoint and no export yet; {itself}"
         ):
             begin(*argv)
     export = run / "export" / "step-7"
