@@ -36,6 +36,8 @@ from common.ground.files import UserError, printable
 from common.model.weights import resolve_folder
 from launch import tool
 
+PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp")  # a question never ends so
+
 
 class Chat:
     """A model and the conversation so far."""
@@ -119,6 +121,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     questions = list(itertools.filterfalse(os.path.isfile, args.words))
     if len(questions) > 1:
         parser.error(f"one question, please; no file has the name of any of {questions}")
+    if questions and Path(questions[0]).suffix.lower() in PICTURES:
+        parser.error(f"{questions[0]}: no such picture")
     args.questions = questions or iter(lambda: input("> ").strip(), "")
     return args
 

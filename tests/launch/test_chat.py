@@ -80,6 +80,7 @@ def test_a_conversation_knows_what_was_said(qwen25, greedy, monkeypatch, capsys)
     [
         (["no such folder", "hello"], "no such folder"),
         (["MODEL", "two", "questions"], "one question"),
+        (["MODEL", "pictures/of a cat.PNG"], "pictures/of a cat.PNG: no such picture"),
         (["MODEL", __file__, "what is this?"], "test_chat.py"),
     ],
 )
