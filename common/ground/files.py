@@ -90,6 +90,10 @@ def parse_json(
     UserError, which begins with ``where``: it is no JSON."""
     try:
         return json.loads(text, parse_float=numbers, parse_constant=numbers)
+    except json.JSONDecodeError as error:
+        # the only line of a text, such as a row, is not the first of its file
+        line = f"line {error.lineno}, " if "\n" in error.doc.strip() else ""
+        raise UserError(f"{where}: not JSON: {error.msg} at {line}column {error.colno}") from error
     except (ValueError, RecursionError) as error:
         raise UserError(f"{where}: not JSON: {error}") from error
 
@@ -156,8 +160,9 @@ def check_form(value: Any, form: Any, name: str) -> None:
     if not fits:
         raise UserError(f"{name} must be {wanted}, not {value!r:.80}")
     if isinstance(form, list):
+        each = f"{name.removesuffix(': each')}: each"  # also of lists in a list
         for item in value:
-            check_form(item, form[0], name)
+            check_form(item, form[0], each)
     elif isinstance(form, dict):
         parts = dict.fromkeys(value, form[str]) if str in form else form
         for key, part in parts.items():

@@ -124,7 +124,7 @@ WEIGHT_INDEX, SCORES = (
         (SCORES, {"count": 0}, "f.json: count must be an integer from 1 to 8, not 0"),
         (SCORES, {"count": []}, "f.json: count must be an integer from 1 to 8, not []"),
         (SCORES, {"count": 8, "step": "2"}, "f.json: step must be int | float, not '2'"),
-        (SCORES, {"count": 8, "words": ["a", None]}, "f.json: words must be str, not None"),
+        (SCORES, {"count": 8, "words": ["a", None]}, "f.json: words: each must be str, not None"),
         (SCORES, {"count": 8, "words": "a"}, "f.json: words must be list, not 'a'"),
     ],
 )
@@ -142,6 +142,8 @@ def test_what_json_must_be(tmp_path, form, value, problem):
     [
         ("{", "not JSON: Expecting property name"),
         ("", "not JSON: Expecting value"),
+        ('{"a": 1},', "not JSON: Extra data at column 9"),
+        ('{"a": 1}\n,', "not JSON: Extra data at line 2, column 1"),
         ("\udcff", "not JSON: .*utf-8"),
         ("9" * 5000, "not JSON: Exceeds the limit"),
         ("[" * 99_999, "not JSON: maximum recursion"),
