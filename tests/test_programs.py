@@ -482,7 +482,7 @@ def test_answers_are_plain_data():
         other = returned(value)
         assert type(other).__name__ == name
         assert repr(other) == repr(value)[:200]
-    with user_error("no plain data: keys must be str, int"):
+    with user_error("not plain data: keys must be str, int"):
         answers.encode({(1, 2): 3})
 
 
