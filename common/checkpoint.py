@@ -162,6 +162,8 @@ def find_named(place: str) -> list[Path]:
     """The checkpoints of a run, or of its folder checkpoints, newest first; or a single one; or of a file
     in these. Raises UserError: there is none."""
     folder = follow_pointer(place).resolve()
+    if not folder.exists():
+        raise UserError(f"--resume {place}: no such folder")
     if folder.is_file():
         folder = folder.parent
     if (folder / "COMMITTED.json").exists():
@@ -441,6 +443,8 @@ class Checkpoints:
         changes = f"; changed: {'; '.join(changed.values())}" if changed else ""
         does = f"evaluating step {self.saved_step}:" if self.args.eval_only else "resuming from"
         say_once(f"{does} {self.path}{changes}")
+        if self.saved_step == steps and not self.args.eval_only:
+            say_once(f"all --steps {steps} are done: raise --steps to train on")
 
     def renew_fingerprint(self) -> None:
         """What the flags name may be as it was for a checkpoint of an earlier version, which compared all

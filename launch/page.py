@@ -373,6 +373,8 @@ def main(argv: list[str]) -> None:
     args = parser.parse_args(argv)
     if args.out.exists() and not args.out.is_file():  # renaming would replace a device
         raise UserError(f"--out {args.out} is no file")
+    if not args.out.parent.is_dir():
+        raise UserError(f"--out {args.out}: there is no folder {args.out.parent}")
     runs = [read_run(folder) for run in args.runs for folder in find_runs(run)]
     name_apart(runs)
     roots = [folder for run in runs for folder in (Path(run.folder), *data_folders(run.flags))]

@@ -12,7 +12,11 @@ than SECONDS, such as 9^{9^{9}}, which sympy would write out.
 import re
 from functools import partial
 
-from math_verify import LatexExtractionConfig, parse, verify
+try:
+    from math_verify import LatexExtractionConfig, parse, verify
+except ModuleNotFoundError as error:
+    error.msg += "; to install it: pip install math-verify"
+    raise
 
 from common.rewards import rules
 

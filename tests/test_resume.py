@@ -667,6 +667,11 @@ def test_trained_weights_are_not_left_behind(flags, copy, tmp_path):
 
 
 # ----------------------------------------------------------------------------- --resume
+def test_a_finished_run_says_that_nothing_is_left(flags, copy, capsys):
+    ppo.main(flags(copy))
+    assert "all --steps 2 are done: raise --steps to train on\n" in capsys.readouterr().out
+
+
 def test_resume_choices(save, start, tmp_path, out):
     first, newest = save(1), save(2)
     with user_error(f"--resume never: {out} already holds a run"):
@@ -687,7 +692,8 @@ def test_resume_choices(save, start, tmp_path, out):
     ):
         assert start(f"--resume {place}", tmp_path / f"new-{number}").path == path
     for place in (out / "checkpoints" / "step-9", tmp_path / "new-0", tmp_path / "fresh"):
-        with user_error(f"--resume {place}: no complete checkpoint there"):
+        problem = "no complete checkpoint there" if place.exists() else "no such folder"
+        with user_error(f"--resume {place}: {problem}"):
             start(f"--resume {place}", tmp_path / "new-1").path
     model = tmp_path / "export" / "step-1"
     model.mkdir(parents=True)
@@ -736,7 +742,7 @@ def test_what_was_saved_before_is_one_message(save, start):
         ("rows_drawn", -4, "rows_drawn must be an integer from 0 to 1099511627775, not -4"),
         ("rows_drawn", 10**15, "rows_drawn must be an integer from 0 to "),
         ("history", "nonsense", "history: non-hexadecimal number"),
-        ("ahead", [0, 4], "ahead must be an integer from 0 to 3, not 4"),
+        ("ahead", [0, 4], "ahead: each must be an integer from 0 to 3, not 4"),
         ("moments", None, "moments must be dict, not None"),
         ("moments", {"count": 1}, "moments: mean must be"),
         ("kl_coef", "0.1", "kl_coef must be int . float, not '0.1'"),

@@ -227,6 +227,10 @@ def test_what_is_no_file_is_not_replaced_by_a_page(tmp_path, capsys):
             page.main([f"{tmp_path}/run", "--out", f"{out}"])
         assert ended.value.code == 2
         assert capsys.readouterr().err == f"error: --out {out} is no file\n"
+    with pytest.raises(SystemExit):
+        page.main([f"{tmp_path}/run", "--out", f"{tmp_path}/none/a.html"])
+    told = f"error: --out {tmp_path}/none/a.html: there is no folder {tmp_path}/none\n"
+    assert capsys.readouterr().err == told
     assert pipe.is_fifo()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["pipe", "run"]
 

@@ -4,6 +4,7 @@ one message says what is wrong, and the exit code is 2."""
 import importlib.util
 import json
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -108,6 +109,14 @@ def test_the_plans_have_flags_of_every_group(script):
     }
     for name, group in groups_of({"ppo": ppo, "grm": grm}[script].Args).items():
         assert named & fields_of(group).keys(), name
+
+
+def test_a_reward_without_its_package_says_how_to_install_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    with pytest.raises(
+        ModuleNotFoundError, match="math_verify.*; to install it: pip install math-v"
+    ):
+        runpy.run_path(str(ROOT / "launch" / "reward_math.py"))
 
 
 DEEP = b"[" * 5000 + b"]" * 5000
