@@ -57,8 +57,9 @@ LETTER = re.compile(
 SMALL_LETTER = re.compile(
     rf"(?i)^\W*[a-z]\W*\Z|^\s*[a-z](?=[.:]\s)|{LEAD}\(?[a-z]{ARTICLE}(?!')(?!{IN_WORD})"
 )
-# A letter and its text, spelled: b.dog   (b)-3   but not (a)+b
-CHOICE = re.compile(r"(?s)\(?[a-z](?:[.:]|\)(?![+*/^=<>]|-[a-z(])).+")
+# What makes a letter in brackets a variable: (a)+b   (x)(x+1)   (n)!
+OPERATOR = r"[+*/^=<>!×·÷±]|-[a-z(]|\\(?:cdot|times|div|pm|[lgn]eq)(?![a-z])|\(\1\b"
+CHOICE = re.compile(rf"(?s)\(?([a-z])(?:[.:]|\)(?!{OPERATOR})).+")  # spelled: b.dog   (b)-3
 # What takes back the letter, number or region behind it: not B   isn't 7   more than 7   不是B
 NOT = (
     r"(?i:(?:\b(?:not|never|neither|nor|cannot|than|over|under|at (?:least|most)|up to|nicht|pas|no es)\b"

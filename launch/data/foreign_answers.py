@@ -77,7 +77,7 @@ def one_truth(answer: Any, reading: Reading) -> str:
 
 def final_answers(text: str) -> list[str]:
     """The different answers that a text marks as final."""
-    boxes = boxed_texts(text.replace(r"\fbox", r"\boxed"))
+    boxes = boxed_texts(re.sub(r"\\f?box(?=\s*\{)", r"\\boxed", text))
     for answers in (
         re.findall(ANSWER_TAGS, text),
         re.findall(LAST_LINE, text),

@@ -285,6 +285,7 @@ B. \sqrt{3}         | B
 (B) -3              | B
 B: -\sqrt{3}        | B
 B. (2, 3)           | B
+(B) (x+1)(x-2)      | B
 B. "dog"            | B
 """)
 EQUAL.append(["9" * 400, "9" * 400])
@@ -455,6 +456,11 @@ Answer: a dog        | A
 C + 1                | C
 (a)+b                | a
 (a)-b                | a
+(n)!                 | n
+(x)(x+1)             | x
+(x) \cdot y          | x
+(x) × y              | x
+(x) \leq 3           | x
 x \left 3            | x \leq 3
 thirteen             | 3
 -                    | +
