@@ -28,7 +28,9 @@ def take_regions(reading: Reading) -> tuple[dict | None, list[str]]:
     regions = read_regions(value, how)
     if regions:
         del rest[column]
-        value = read_json_text(value) or value
+        parts = [name.partition(".") for name in how.drop]
+        dropped = {key for parent, _, key in parts if parent == column}
+        value = without_dropped(read_json_text(value) or value, dropped)
         unread = {}
         for key, part in parts_of(value):
             if key not in READ_KEYS:
@@ -91,6 +93,16 @@ def parts_of(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
             yield from parts_of(part, key)
     else:
         yield key, value
+
+
+def without_dropped(value: Any, dropped: set[str]) -> Any:
+    """A value whose objects, at any depth, lack the ``dropped`` keys."""
+    if isinstance(value, dict):
+        keys = [key for key in value if key not in dropped]
+        return {key: without_dropped(value[key], dropped) for key in keys}
+    if isinstance(value, list):
+        return [without_dropped(part, dropped) for part in value]
+    return value
 
 
 def fill_marks(converted: dict, names: list[str]) -> None:

@@ -1293,6 +1293,17 @@ def test_keys_of_objects_are_read_or_end_the_conversion(tmp_path, capsys):
     assert converted["objects"] == objects
 
 
+def test_keys_of_each_object_are_left_out_as_the_message_says(tmp_path, capsys):
+    objects = [{"bbox_2d": [1, 2, 3, 4], "label": "a", "area": 4, "score": 0.5}]
+    row = {"question": "Where?", "objects": objects}
+    assert "--drop objects.area,objects.score\n" in stopped(tmp_path, capsys, [row])
+    (converted,) = run(tmp_path, [row], "--drop objects.area,objects.score,label")  # no column
+    assert converted["regions"]["labels"] == ["a"]
+    assert "objects" not in converted
+    (converted,) = run(tmp_path, [row], "--drop objects.area --keep objects.score")
+    assert converted["objects"] == [{"bbox_2d": [1, 2, 3, 4], "label": "a", "score": 0.5}]
+
+
 def test_several_columns_become_a_list(tmp_path):
     """MMMU's images."""
     row = {
