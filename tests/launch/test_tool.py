@@ -39,8 +39,13 @@ import transformers.models.qwen2_vl.image_processing_pil_qwen2_vl
 for program, *flags in json.load(sys.stdin):
     if not os.fork():
         sys.argv, sys.path[0] = [program, *flags], os.path.dirname(program)
-        runpy.run_path(program, run_name="__main__" if flags else "imported")
-        break
+        code = 0
+        try:
+            runpy.run_path(program, run_name="__main__" if flags else "imported")
+        except SystemExit as ended:
+            code = ended.code or 0
+        sys.stdout.flush()
+        os._exit(code)  # an ordinary exit would free all that was imported, for a second
     assert os.wait()[1] == 0, [program, *flags]
 """
 # Of plan.py: the flags of every group stand in one of these.
