@@ -1494,19 +1494,19 @@ def update_models(
 ) -> logging.Metrics:
     """Update the critic and, after --critic_warmup_steps, the actor. Steps count from 1. Returns the
     metrics of both."""
-    metrics = {}
+    metrics, actor_learns = {}, step > args.critic_warmup_steps
     with explain_memory(models.actor.model):
         with logging.timer("data"):
             # Before the first update, so that a file that cannot be read costs no finished step.
             if ptx:
                 ptx.collect()
-            if models.teacher and args.teacher_in_loss:
+            if models.teacher and args.teacher_in_loss and actor_learns:
                 with models.teacher.in_use():
                     batch.teacher_view = models.teacher.view(batch)
         if "critic" in trainables:
             with logging.timer("update_critic"):
                 metrics |= update_critic(trainables["critic"], batch, step, args)
-        if step > args.critic_warmup_steps:
+        if actor_learns:
             with logging.timer("update_actor"):
                 metrics |= update_actor(trainables["actor"], models, batch, step, ptx, args)
     return metrics

@@ -74,6 +74,7 @@ class PtxLoss:
         """Begin to decode the images of the rows of a step's updates, while its samples are drawn."""
         order = data_order(len(self.rows), self.seed, self.scheduled)
         drawn = [list(itertools.islice(order, self.batch)) for _ in range(updates)]
+        self.batches = []  # frees the images of the step before
         self.pending = [self.loader.submit([self.rows[k] for k in picks], picks) for picks in drawn]
 
     def collect(self) -> None:
