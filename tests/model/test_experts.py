@@ -96,6 +96,8 @@ def test_bfloat16_flips_no_expert(mixture, tmp_path):
     for name in weights:
         if "experts.down_proj" in name:
             weights[name] *= 4
+        if name.endswith("mlp.gate.weight"):  # three experts are nearly as likely, and three others
+            weights[name] = weights[name][[0, 0, 0, 3, 3, 3]] + 0.02 * weights[name]
     save_weights(folder, weights)
     env = start(folder, folder / "rows.jsonl", FLAGS, "--dtype bfloat16 --slots 0")
     batch = rolled_out(env, take(env), 16, keeps_experts=True, max_new_tokens=60)
