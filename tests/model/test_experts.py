@@ -89,8 +89,8 @@ def test_every_token_is_recorded(mixture, picture_rows):
 
 
 def test_bfloat16_flips_no_expert(mixture, tmp_path):
-    """The packs of an update and a decoding step round differently. Where experts matter, log-probs behind
-    other ones are further apart than others; those of replayed experts are not."""
+    """The packs of an update and a decoding step round differently. Log-probs behind other experts are further
+    apart than others, and than those behind replayed ones."""
     folder = shutil.copytree(mixture, tmp_path / "loud")
     weights = load_file(folder / "model.safetensors")
     for name in weights:
@@ -115,7 +115,7 @@ def test_bfloat16_flips_no_expert(mixture, tmp_path):
     at, without, replaying = map(torch.cat, (flipped, gaps[False], gaps[True]))
     assert at.sum() > 10
     assert without[at].mean() > 1.6 * without[~at].mean()
-    assert replaying[at].mean() < 1.4 * replaying[~at].mean()
+    assert replaying[at].mean() < 0.5 * without[at].mean()
 
 
 @pytest.mark.parametrize("recomputed", [False, True])
