@@ -290,10 +290,10 @@ class Parser(argparse.ArgumentParser):
         words = [word for word in rest if word.startswith("--") or "=" in word]
         known = [option.removeprefix("--") for option in self._option_string_actions]
         hints = {word: suggest(word.removeprefix("--").partition("=")[0], known) for word in words}
-        for flag, word in pairwise(sys.argv[1:] if argv is None else argv):
-            action = self._option_string_actions.get(flag)
+        for option, word in pairwise(sys.argv[1:] if argv is None else argv):
+            action = self._option_string_actions.get(option)
             if action and action.nargs == 0 and word in rest and not word.startswith("-"):
-                hints[word] = f"{flag} takes no value"
+                hints[word] = f"{option} takes no value"
         message = f"unrecognized arguments: {' '.join(rest)}"
         for word, hint in hints.items():
             if hint:
@@ -337,8 +337,8 @@ def read_config(path: str | Path, parser: Parser) -> dict:
     unknown = [f"--{name}" for name in config if name not in parser.fields]
     if unknown and RECORDED <= config.keys():
         raise UserError(
-            f"{path}: a run of another script or version has written this, with {len(unknown)} flags that "
-            f"this one lacks, as {unknown[0]}: name that script, or leave them out of a copy"
+            f"{path} is of another script or version: {len(unknown)} of its flags are unknown here, such as "
+            f"{unknown[0]}; start that script, or remove them from a copy"
         )
     try:
         flags = parser.read_flags(as_words(config))
@@ -641,7 +641,7 @@ class DataArgs:
         choices=("error", "skip"),
     )
 
-    # Not a flag: the one by which a row is too long.
+    # No flag itself: the name of the flag that bounds a row's tokens, for messages.
     limit_flag: str = "--max_prompt_tokens"
 
 

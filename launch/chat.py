@@ -36,7 +36,7 @@ from common.ground.files import UserError, printable
 from common.model.weights import resolve_folder
 from launch import tool
 
-PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp")  # a question never ends so
+PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp")  # no question ends like this
 
 
 class Chat:

@@ -567,7 +567,7 @@ def test_the_record_of_another_scripts_run(tmp_path):
     """One message, not the names of all of its flags."""
     record = tmp_path / "args.json"
     record.write_text(json.dumps(common_flags.as_json(ppo.parse_args(NEEDED))))
-    with user_error("args.json: a run of another script or version has written this, with .*copy$"):
+    with user_error("args.json is of another script or version: .* such as --.*; start .*copy$"):
         grm.parse_args(["--config", str(record)])
 
 

@@ -191,6 +191,23 @@ def test_an_environment_that_fails_in_every_sample_costs_no_step(task, qwen25, t
     assert steps(tmp_path / "run") == [3, 2]
 
 
+AWAY_FILE = OSError(errno.ESTALE, "Stale file handle")
+
+
+def fail_after(
+    monkeypatch, module, name: str, calls: int, error: Exception, counts: Callable = lambda *_: True
+) -> None:
+    """Let a function raise after so many ``calls``, of those that count."""
+    function, number = getattr(module, name), itertools.count(1)
+
+    def failing(*arguments):
+        if counts(*arguments) and next(number) > calls:
+            raise error
+        return function(*arguments)
+
+    monkeypatch.setattr(module, name, failing)
+
+
 def test_pictures_that_cannot_be_read_cost_the_judge_no_step(task, qwen25, tmp_path, monkeypatch):
     """The sixth picture, of the third step."""
     line = (
@@ -198,14 +215,7 @@ def test_pictures_that_cannot_be_read_cost_the_judge_no_step(task, qwen25, tmp_p
         "--prompts_per_step 2 --steps 4 --eval_every 0 --export_every 0 --log_samples 0 --keep_last 9"
     )
     grm.main(words(line, f"--out {tmp_path}/whole --save_every 1"))
-    read, calls = images.read_patiently, itertools.count(1)
-
-    def read_five(*arguments):
-        if next(calls) > 5:
-            raise OSError(errno.ESTALE, "Stale file handle")
-        return read(*arguments)
-
-    monkeypatch.setattr(images, "read_patiently", read_five)
+    fail_after(monkeypatch, images, "read_patiently", 5, AWAY_FILE)
     with user_error("Stale file handle"):
         grm.main(words(line, f"--out {tmp_path}/away --save_every -1"))
     assert steps(tmp_path / "away") == [2]
@@ -221,14 +231,14 @@ def test_pictures_of_language_model_rows_cost_no_step(task, flags_of_all, tmp_pa
         answers.append(row | {"images": [str(tmp_path / picture)]})
     text = f"--ptx_data {write_rows(tmp_path / 'answers.jsonl', answers)}"
     ppo.main(flags_of_all(tmp_path / "whole", f"{text} --save_every 1"))
-    read, calls = images.read_patiently, itertools.count(1)
-
-    def fail_at_twelfth(path, *arguments):
-        if Path(path).parent == tmp_path and next(calls) == 12:
-            raise OSError(errno.ESTALE, "Stale file handle")
-        return read(path, *arguments)
-
-    monkeypatch.setattr(images, "read_patiently", fail_at_twelfth)
+    fail_after(
+        monkeypatch,
+        images,
+        "read_patiently",
+        11,
+        AWAY_FILE,
+        counts=lambda path, *_: Path(path).parent == tmp_path,
+    )
     with user_error("Stale file handle"):
         ppo.main(flags_of_all(tmp_path / "away", text))
     assert steps(tmp_path / "away") == [2]
@@ -240,14 +250,7 @@ def test_pictures_for_a_teacher_cost_no_step(task, flags_of_all, tmp_path, monke
     teacher = write_checkpoint(tmp_path / "teacher", "qwen2_5_vl", hidden_size=32)
     more = f"--advantage gae --critic_lr 1e-3 --teacher_model {teacher} --teacher_in loss"
     ppo.main(flags_of_all(tmp_path / "whole", f"{more} --save_every 1"))
-    load, calls = image_changes.load_pixels, itertools.count(1)
-
-    def fail_at_twelfth(*arguments):
-        if next(calls) == 12:
-            raise UserError("Stale file handle")
-        return load(*arguments)
-
-    monkeypatch.setattr(image_changes, "load_pixels", fail_at_twelfth)
+    fail_after(monkeypatch, image_changes, "load_pixels", 11, UserError("Stale file handle"))
     with user_error("Stale file handle"):
         ppo.main(flags_of_all(tmp_path / "away", more))
     assert steps(tmp_path / "away") == [2]

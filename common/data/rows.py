@@ -180,9 +180,8 @@ class Stream(NamedTuple):
 
 
 def parse_columns(text: str) -> dict[str, str]:
-    """--columns: prompt=question,answer=solution -> the name in the file of each of our columns; "": none, as
-    another one has it."""
-    named = {}
+    """--columns: prompt=question,answer=solution -> the name in the file of each of our columns."""
+    columns = dict(COLUMNS)
     for pair in filter(None, text.split(",")):
         name, _, theirs = (part.strip() for part in pair.partition("="))
         if name not in COLUMNS or not theirs:
@@ -190,9 +189,8 @@ def parse_columns(text: str) -> dict[str, str]:
                 f"--columns {text}: {pair!r} is not one of {', '.join(COLUMNS)}, = and the name of "
                 "a column"
             )
-        named[name] = theirs
-    free = COLUMNS.keys() - named.values()  # of answer=label, label is no label, too
-    return {name: named.get(name, name if name in free else "") for name in COLUMNS}
+        columns[name] = theirs
+    return columns
 
 
 def load_prompts(
@@ -214,7 +212,7 @@ def load_prompts(
         for name, theirs in columns.items():
             # Rows may lack a column, but not one that the user named: a misspelled name would lose
             # all images, or all answers.
-            is_needed = name == "prompt" or theirs not in ("", name)
+            is_needed = name == "prompt" or theirs != name
             if is_needed and theirs not in row and not (name == "images" and "videos" in row):
                 raise UserError(
                     f"no column {theirs!r} (see --columns; launch/data/convert.py reads rows of other "
@@ -278,7 +276,7 @@ def check_columns(path: str, rows: list[dict], columns: dict[str, str]) -> None:
         if columns[name] == name and not any(row.get(name) or row.get(name[:-1]) for row in rows)
     }
     found_as = {name: name_elsewhere(name, rows, columns) for name in lacking}
-    named = {name: theirs for name, theirs in columns.items() if theirs not in ("", name)}
+    named = {name: theirs for name, theirs in columns.items() if theirs != name}
     named |= {name: theirs for name, theirs in found_as.items() if theirs}
     advice = ",".join(f"{name}={named[name]}" for name in columns if name in named)
     if found_as.get("prompt"):

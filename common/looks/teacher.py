@@ -1,7 +1,7 @@
 """Another model that scores the policy's tokens: a teacher.
 
-Teacher          a frozen model, and the batch as this model sees it: `Teacher.view`
-with_prompts     a batch with other prompts, such as prompts in a template
+Teacher              a frozen model, and the batch as this model sees it: `Teacher.view`
+with_prompts         a batch with other prompts, such as prompts in a template
 update_ema_teacher   a teacher that is the running average of the policy
 """
 

@@ -188,7 +188,7 @@ def letter_of(answer: str, choices: list[str], how: str) -> str:
     if not how or texts.count(words_of(answer)) != 1:
         return answer
     letter = ascii_uppercase[texts.index(words_of(answer))]
-    if answer in [*ascii_uppercase[: len(choices)]] and answer != letter:
+    if answer in set(ascii_uppercase[: len(choices)]) - {letter}:
         raise UserError(
             f"the answer {answer} is the letter of one choice and the text of another: write it by --map"
         )

@@ -31,15 +31,7 @@ def take_regions(reading: Reading) -> tuple[dict | None, list[str]]:
         parts = [name.partition(".") for name in how.drop]
         dropped = {key for parent, _, key in parts if parent == column}
         value = without_dropped(read_json_text(value) or value, dropped)
-        unread = {}
-        for key, part in parts_of(value):
-            if key not in READ_KEYS:
-                unread.setdefault(key, []).append(part)
-        for key, parts in unread.items():
-            is_one = all(part == parts[0] for part in parts)
-            where = Row(reading.split)
-            reading.account.enter(f"{column}.{key}", parts[0] if is_one else parts, where)
-            reading.known[column] = value
+        enter_unread_keys(reading, column, value)
         return regions, names_in(value)
     is_named = column in rest and column not in ("solution", *how.keep)
     if is_named and (value or value == 0):
@@ -73,6 +65,19 @@ def read_regions(value: Any, how: Options) -> dict | None:
     regions = {kind: places, "space": space}
     names = names_in(value)
     return regions | {"labels": names} if len(names) == len(places) > 0 else regions
+
+
+def enter_unread_keys(reading: Reading, column: str, value: Any) -> None:
+    """Enter the keys of objects that are not read; the column then stays in the row."""
+    unread = {}
+    for key, part in parts_of(value):
+        if key not in READ_KEYS:
+            unread.setdefault(key, []).append(part)
+    for key, parts in unread.items():
+        is_one = all(part == parts[0] for part in parts)
+        reading.account.enter(f"{column}.{key}", parts[0] if is_one else parts, Row(reading.split))
+    if unread:
+        reading.known[column] = value
 
 
 def names_in(value: Any) -> list[str]:

@@ -710,7 +710,7 @@ def test_system_prompt_and_column_names(load):
         for p in load([{"prompt": "x", "solution": "s", "answer": "a"}], "answer=solution")
     ] == ["s"]
     (prompt,) = load([{"input": "x", "label": "4"}], "prompt=input,answer=label")  # OpenRLHF's
-    assert (prompt.reference, prompt.label) == ("4", None)
+    assert (prompt.reference, prompt.label) == ("4", "4")
 
 
 @pytest.mark.parametrize(
