@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Sets up what the tests need and runs them, spread over two processes.
-#   bash tests/run.sh             every claim of README once, without the network: 4 minutes on two idle cores
+#   bash tests/run.sh             every claim of README once, without the network: 4 to 6 minutes on two idle cores
 #   bash tests/run.sh all         everything; what needs a package of its own fetches it, or is skipped with the reason
 #   bash tests/run.sh -k name     whatever pytest takes
 #   bash tests/run.sh --versions  which torch and transformers were tried last, and the claims of README, checkpoints and weights with
